@@ -1,0 +1,242 @@
+"""Reading and writing of files, and the habits of every command: atomic writes, one-line errors, exit codes.
+
+Exit codes: 0 = done, 1 = ran and the verdict is "no", 2 = could not run (bad input, missing file, dead server).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from game_registry import GameError
+
+PathLike = str | os.PathLike[str]
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class InputError(ValueError):
+    """Bad input of any kind. The text is one line: what was expected, what was found, what to do."""
+
+
+class ServerError(RuntimeError):
+    """A server is absent, died or answers nonsense, after all retries. One line, as for ``InputError``."""
+
+
+def read_text(path: PathLike, what: str = "file") -> str:
+    """The UTF-8 text of ``path`` (a byte order mark is dropped).
+
+    Raises:
+        InputError: missing, a folder, unreadable, empty, or not UTF-8.
+    """
+    file = Path(path)
+    try:
+        raw = file.read_bytes()
+    except FileNotFoundError:
+        raise InputError(f"{what} {path}: not found; check the path") from None
+    except IsADirectoryError:
+        raise InputError(f"{what} {path}: expected a file, found a folder") from None
+    except OSError as error:
+        raise InputError(f"{what} {path}: cannot be read ({error.strerror})") from None
+    if not raw.strip():
+        raise InputError(f"{what} {path}: is empty; write it again")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{what} {path}: not UTF-8 (byte {error.start}); convert it to UTF-8") from None
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON; replace it with a number or null")
+
+
+def parse_json(text: str, where: str) -> Any:
+    """Strict JSON: NaN and Infinity are errors.
+
+    Raises:
+        InputError: with the line and column of the fault.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: not valid JSON at line {error.lineno} column {error.colno} ({error.msg})") from None
+    except RecursionError:
+        raise InputError(f"{where}: JSON is nested too deeply") from None
+    except ValueError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def read_json(path: PathLike, what: str = "file") -> Any:
+    """``parse_json`` of a whole file."""
+    return parse_json(read_text(path, what), f"{what} {path}")
+
+
+def check(model: type[Model], data: Any, where: str) -> Model:
+    """``data`` as a pydantic ``model``; the first violation becomes a one-line ``InputError``."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise InputError(f"{where}: {describe_validation(error)}") from None
+
+
+def describe_validation(error: ValidationError) -> str:
+    """The first violation in one line: place, what is wrong, what was found."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in first["loc"]) or "top level"
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"{place}: {first['msg']}, found {str(first.get('input'))[:80]!r}{more}"
+
+
+def to_json(data: Any, *, indent: int | None = 2) -> str:
+    """JSON text with a final newline; NaN is a programming error and raises ValueError."""
+    return json.dumps(data, ensure_ascii=False, indent=indent, allow_nan=False) + "\n"
+
+
+@contextlib.contextmanager
+def atomic_path(path: PathLike) -> Iterator[Path]:
+    """A temporary name beside ``path`` to write to; on success it is fsynced and renamed over ``path``.
+
+    A reader, also on a network disk, sees the old content or the new one, never a part.
+    """
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror}); choose another output path") from None
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with open(temporary, "rb+") as written:
+            os.fsync(written.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)
+        temporary.replace(target)
+        sync_folder(target.parent)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror}); free space or choose another path") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync_folder(folder: PathLike) -> None:
+    """fsync a folder, so that a rename in it survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: PathLike, text: str) -> None:
+    """Atomic write of UTF-8 text."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: PathLike, data: Any, *, indent: int | None = 2) -> None:
+    """Atomic write of JSON."""
+    write_text(path, to_json(data, indent=indent))
+
+
+class JsonlLog:
+    """Append-only JSONL that survives a kill at any point: whole lines, flushed; a torn last line is dropped on reading."""
+
+    def __init__(self, path: PathLike) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_torn_line(self.path)
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the log
+
+    def append(self, record: Any) -> None:
+        self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def __enter__(self) -> JsonlLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _drop_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with open(path, "rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        position = size
+        while position > 0:  # back to the last newline
+            start = max(0, position - 65536)
+            file.seek(start)
+            found = file.read(position - start).rfind(b"\n")
+            if found >= 0:
+                file.truncate(start + found + 1)
+                return
+            position = start
+        file.truncate(0)
+
+
+def read_jsonl(path: PathLike, what: str = "file", *, torn_tail_ok: bool = False) -> Iterator[Any]:
+    """The records of a JSONL file, one at a time.
+
+    Args:
+        torn_tail_ok: for our own logs: a last line without its newline was being written at a kill and is skipped.
+    """
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                if torn_tail_ok and not line.endswith("\n"):
+                    return
+                yield parse_json(line, f"{what} {path} line {number}")
+    except FileNotFoundError:
+        raise InputError(f"{what} {path}: not found; check the path") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{what} {path}: not UTF-8 (byte {error.start}); convert it to UTF-8") from None
+    except OSError as error:
+        raise InputError(f"{what} {path}: cannot be read ({error.strerror})") from None
+
+
+def finite(value: Any, where: str) -> float:
+    """``value`` as a finite float.
+
+    Raises:
+        InputError: not a number, a bool, NaN or infinite.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InputError(f"{where}: expected a finite number, found {value!r:.60}")
+    return float(value)
+
+
+def run_cli(main: Callable[[], int | None]) -> None:
+    """Run a command's ``main``: expected faults become one line on stderr and exit 2, a verdict becomes its exit code."""
+    try:
+        code = main() or 0
+        sys.stdout.flush()
+    except (InputError, ServerError, GameError) as error:
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        code = 2
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; what was finished is kept, run the same command again to go on\n")
+        code = 130
+    except BrokenPipeError:  # `| head`: not a fault
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    raise SystemExit(code)

@@ -1,0 +1,99 @@
+"""What the policy said: tool calls in text, read by one parser for every stage.
+
+Floor 0 of the house: standard library only. ``game_registry`` re-exports what environments need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+ToolSchema = dict[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
+Action = dict[str, Any]  # {"name": tool, "arguments": {...}}
+
+RESPOND = "respond_to_user"  # the action of a turn that is plain text
+
+
+@dataclasses.dataclass(frozen=True)
+class ParsedTurn:
+    """``actions`` to step through, the text around them, and what was wrong when a call could not be read."""
+
+    actions: tuple[Action, ...]
+    content: str
+    error: str | None = None
+
+
+_CALL_BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_XML_FUNCTION = re.compile(r"^<function=([^>\s]+)>\s*(.*?)\s*(?:</function>)?$", re.DOTALL)
+_XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
+
+
+def parse_turn(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedTurn:
+    """Read tool calls in the hermes form, the qwen3_xml form, or as one bare JSON object.
+
+    Text without a call is ``respond_to_user``. A call that cannot be read gives ``error`` and no action, so that the
+    loop can show it to the policy. XML values are strings; ``tools`` tells which of them are JSON of another type.
+    """
+    visible = _THINK.sub("", text)
+    if "<think>" in visible:
+        return ParsedTurn((), text, "the reasoning block <think> was not closed, so no action was taken")
+    blocks = _CALL_BLOCK.findall(visible)
+    content = _CALL_BLOCK.sub("", visible).strip()
+    if not blocks:
+        if "<tool_call>" in visible:
+            return ParsedTurn((), content, "the tool call was not closed with </tool_call>")
+        bare = content
+        if not (bare.startswith("{") and '"name"' in bare):
+            return ParsedTurn(({"name": RESPOND, "arguments": {"message": content}},), content)
+        blocks, content = [bare], ""
+    actions = []
+    for block in blocks:
+        action = _read_xml_call(block, tools) if block.startswith("<function=") else read_json_call(block)
+        if isinstance(action, str):
+            return ParsedTurn((), content, action)
+        actions.append(action)
+    return ParsedTurn(tuple(actions), content)
+
+
+def read_json_call(block: str) -> Action | str:
+    """The action in ``block``, or a sentence that says what is wrong with it."""
+    try:
+        call = json.loads(block)
+    except (ValueError, RecursionError) as error:
+        return f"the tool call is not valid JSON ({error.__class__.__name__}); expected {{\"name\": ..., \"arguments\": {{...}}}}"
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return 'the tool call has no "name"; expected {"name": ..., "arguments": {...}}'
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if isinstance(arguments, str):  # some models write the arguments as JSON inside a string
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return 'the "arguments" are not a JSON object'
+    if not isinstance(arguments, dict):
+        return 'the "arguments" are not a JSON object'
+    return {"name": call["name"], "arguments": arguments}
+
+
+def _read_xml_call(block: str, tools: Sequence[ToolSchema]) -> Action | str:
+    match = _XML_FUNCTION.match(block)
+    if match is None:
+        return "the tool call is malformed; expected <function=NAME> <parameter=KEY>VALUE</parameter> </function>"
+    name, body = match.groups()
+    types: dict[str, Any] = {}
+    for tool in tools:
+        function = tool.get("function", tool)
+        if function.get("name") == name:
+            types = {k: v.get("type") for k, v in function.get("parameters", {}).get("properties", {}).items()}
+    arguments: dict[str, Any] = {}
+    for key, value in _XML_PARAMETER.findall(body):
+        arguments[key] = value
+        if types.get(key) != "string":
+            try:
+                arguments[key] = json.loads(value)
+            except (ValueError, RecursionError):
+                arguments[key] = value
+    return {"name": name, "arguments": arguments}
