@@ -27,7 +27,6 @@ Completion = Callable[[list[int], Body], list[int]]
 Chat = Callable[[list[dict[str, Any]], Body], dict[str, Any] | str]
 
 STOP = 2  # end of turn of the model under test
-BODY: web.RequestKey[Body] = web.RequestKey("body", dict)
 
 
 def free_port() -> int:
@@ -137,7 +136,6 @@ class ScriptedServer:
     @web.middleware
     async def _fault(self, request: web.Request, handler: Any) -> web.StreamResponse:
         body = await request.json() if request.can_read_body else {}
-        request[BODY] = body
         self.requests.append((request.path, body))
         if self.api_key is not None and request.headers.get("Authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": {"message": "Unauthorized"}}, status=401)
@@ -197,7 +195,7 @@ class ScriptedServer:
             self.in_flight -= 1
 
     async def _completions(self, request: web.Request) -> web.Response:
-        body = request[BODY]
+        body = await request.json()  # read once by aiohttp, then kept
         if (refusal := self._unknown_model(body)) is not None:
             return refusal
         with self._counted():
@@ -229,7 +227,7 @@ class ScriptedServer:
         return web.json_response(self.edit(answer))
 
     async def _chat(self, request: web.Request) -> web.Response:
-        body = request[BODY]
+        body = await request.json()  # read once by aiohttp, then kept
         with self._counted():
             await asyncio.sleep(self.delay_s)
             answer = self.chat(body["messages"], body)
@@ -238,7 +236,7 @@ class ScriptedServer:
         return web.json_response(self.edit({"id": "chat", "model": body.get("model"), "choices": [choice]}))
 
     async def _load(self, request: web.Request) -> web.Response:
-        body = request[BODY]
+        body = await request.json()  # read once by aiohttp, then kept
         if not self.lora_enabled:
             return web.json_response({"detail": "Not Found"}, status=404)
         if body["lora_name"] in self.adapters and not body.get("load_inplace"):
@@ -248,7 +246,7 @@ class ScriptedServer:
         return web.Response(text="Success")
 
     async def _unload(self, request: web.Request) -> web.Response:
-        name = request[BODY]["lora_name"]
+        name = (await request.json())["lora_name"]
         if self.adapters.pop(name, None) is None:
             return web.json_response({"error": {"message": f"The lora adapter '{name}' cannot be found."}}, status=404)
         return web.Response(text="Success")

@@ -1,0 +1,367 @@
+"""Sampling through any number of stock vLLM servers (0.22-0.33): the engine of real runs.
+
+    vllm serve MODEL --enable-lora --max-loras 2 --max-lora-rank 32 --enable-prefix-caching
+    VLLM_BASE_URLS=http://a:8000,http://b:8000 python -m train ...
+
+Token ids in, token ids and log-probs out (``/v1/completions``); an adapter is a model name; no server is patched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from game_registry import AgentError
+from pipeline.files import InputError, ServerError
+from train.engine import Sample, SamplingParams
+from train.vllm_pool import PoolTimes, RefusedRequest, Server, ServerLost, ServerPool, TransientFault
+from train.vllm_protocol import (
+    NonsenseAnswer,
+    ServedModels,
+    completion_request,
+    count_engines,
+    parse_base_urls,
+    read_models,
+    read_prompt_logprobs,
+    read_sample,
+    read_top_logprob,
+    scoring_request,
+)
+
+MAX_TRIES = 5  # per turn, beside re-dispatch from servers that died
+MAX_TIMEOUTS = 2  # a request that ran into its deadline twice is not tried a third time
+LORA_REMEDY = "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+PROBE_TEMPERATURE = 4.0
+SAME_LOGPROB = 0.05  # two runs of one prompt in bf16 differ by less
+
+
+def times_from_env(environ: Mapping[str, str]) -> PoolTimes:
+    """``VLLM_TIMEOUT_S`` as the deadline of one request.
+
+    Raises:
+        InputError: not a positive number.
+    """
+    text = environ.get("VLLM_TIMEOUT_S", "").strip()
+    if not text:
+        return PoolTimes()
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise InputError(f"VLLM_TIMEOUT_S={text!r}: expected seconds > 0, for example 600")
+    return PoolTimes(request_s=seconds)
+
+
+class VllmEngine:
+    """``Engine`` over HTTP.
+
+    Args:
+        base_urls: comma list of server URLs, ``/v1`` optional.
+        model: the served name of the base model; its folder is accepted too when the server lists it as root.
+        stop_token_ids: what ends a turn (``ChatCodec.stop_token_ids``).
+
+    LoRA folders are read by the server process: on several hosts they must lie on a disk that all of them see.
+    """
+
+    def __init__(
+        self,
+        base_urls: str,
+        model: str,
+        stop_token_ids: Sequence[int],
+        *,
+        api_key: str | None = None,
+        times: PoolTimes | None = None,
+    ) -> None:
+        self.model = model
+        self.stop_token_ids = tuple(stop_token_ids)
+        self.max_model_len: int | None = None
+        self.n_sampled_tokens = 0
+        self.n_retries = 0
+        self.pool = ServerPool(parse_base_urls(base_urls), api_key=api_key, times=times, on_return=self._restore)
+        self._adapters: dict[str, str] = {}
+        self._salts: dict[str | None, str] = {None: secrets.token_hex(8)}
+        self._busy: collections.Counter[str | None] = collections.Counter()
+        self._idle = asyncio.Condition()
+        self._start_lock = asyncio.Lock()
+        self._started = False
+
+    # ------------------------------------------------------------------ start
+
+    async def start(self) -> ServedModels:
+        """Ask every server what it serves; dead ones are dropped, a wrong model is an error.
+
+        Raises:
+            ServerError: no server answers.
+            InputError: the model is not served, or the API key is refused.
+        """
+        async with self._start_lock:
+            answers = await asyncio.gather(*(self._served(s) for s in self.pool.servers))
+            served = [a for a in answers if a is not None]
+            if not served:
+                reasons = "; ".join(f"{s.url}: {s.why_dead}" for s in self.pool.servers)
+                raise ServerError(f"no vLLM server answers ({reasons}); start it, or check --base-url / VLLM_BASE_URLS")
+            for models in served:
+                self.model = self._base_name(models)
+            lengths = [m.max_model_len for m in served if m.max_model_len is not None]
+            self.max_model_len = min(lengths) if lengths else None
+            self._started = True
+            return served[0]
+
+    async def _served(self, server: Server) -> ServedModels | None:
+        try:
+            return read_models(await self.pool.request_retrying(server, "GET", "/v1/models", timeout_s=30.0))
+        except RefusedRequest as error:
+            remedy = "set VLLM_API_KEY" if error.status in (401, 403) else "expected an OpenAI-style server there"
+            raise InputError(f"{error.detail}; {remedy}") from None
+        except (TransientFault, NonsenseAnswer) as error:
+            self.pool.drop(server, str(error))
+        except ServerLost:
+            pass
+        return None
+
+    def _base_name(self, models: ServedModels) -> str:
+        if self.model in models.base:
+            return self.model
+        for name, root in zip(models.base, models.roots, strict=True):
+            if self.model == root or (Path(self.model).is_dir() and Path(root).resolve() == Path(self.model).resolve()):
+                return name
+        known = ", ".join(models.base)
+        raise InputError(f"model {self.model!r} is not served; the server has {known}: use that for --model")
+
+    # ------------------------------------------------------------------ Engine
+
+    async def sample(self, prompt_ids: list[int], params: SamplingParams, adapter: str | None = None) -> Sample:
+        """One turn. See ``train.engine.Engine``; a prompt that fills the server's context is ``AgentError("context")``.
+
+        Raises:
+            InputError: temperature other than 0 and 1 on a server that reports raw log-probs.
+        """
+        await self._ensure_started()
+        if adapter is not None and adapter not in self._adapters:
+            raise AgentError("server", f"adapter {adapter!r} is not loaded; loaded: {sorted(self._adapters) or 'none'}")
+        params = self._fit(params, len(prompt_ids))
+        salt = self._salts[adapter]
+        body = completion_request(adapter or self.model, prompt_ids, params, self.stop_token_ids, salt)
+        with self._in_flight(adapter):
+            return await self._sample(body, params, adapter, salt)
+
+    async def _ensure_started(self) -> None:
+        if self._started:
+            return
+        try:
+            await self.start()
+        except ServerError as error:
+            raise AgentError("server", str(error)) from None
+
+    def _fit(self, params: SamplingParams, n_prompt: int) -> SamplingParams:
+        if n_prompt == 0:
+            raise AgentError("nonsense", "the prompt has no tokens")
+        if self.max_model_len is None or n_prompt + params.max_new_tokens <= self.max_model_len:
+            return params
+        room = self.max_model_len - n_prompt
+        if room < 1:
+            raise AgentError(
+                "context", f"prompt of {n_prompt} tokens, server context {self.max_model_len}; lower --max-seq-length"
+            )
+        return SamplingParams(room, params.temperature, params.stop, params.seed)
+
+    async def _sample(self, body: dict[str, Any], params: SamplingParams, adapter: str | None, salt: str) -> Sample:
+        prompt_ids: list[int] = body["prompt"]
+        failed: Server | None = None
+        tries = timeouts = 0
+        while True:
+            server = await self.pool.choose(prompt_ids, salt, avoid=failed)
+            try:
+                await self._check_logprobs(server, prompt_ids, params.temperature)
+                payload = await self.pool.request(server, "POST", "/v1/completions", body)
+                sample = read_sample(payload, prompt_ids, params, self.stop_token_ids)
+                self.n_sampled_tokens += len(sample.token_ids)
+                return sample
+            except ServerLost:
+                failed = server
+                continue
+            except RefusedRequest as error:
+                if not await self._reload_forgotten(server, adapter, error) or tries >= MAX_TRIES:
+                    raise AgentError("server", error.detail) from None
+                kind, detail = "server", error.detail
+            except TransientFault as error:
+                kind, detail = error.kind, error.detail
+            except NonsenseAnswer as error:
+                if not error.retry:
+                    raise AgentError("nonsense", f"{server.url}: {error}") from None
+                kind, detail = "nonsense", f"{server.url}: {error}"
+            tries, timeouts, failed = tries + 1, timeouts + (kind == "timeout"), server
+            if tries >= MAX_TRIES or timeouts >= MAX_TIMEOUTS:
+                raise AgentError(kind, f"{detail} ({tries} tries)")
+            self.n_retries += 1
+            if kind != "timeout":
+                await asyncio.sleep(self.pool.times.backoff_s * 2 ** (tries - 1))
+
+    async def _reload_forgotten(self, server: Server, adapter: str | None, error: RefusedRequest) -> bool:
+        """A server that was restarted between two probes answers 404 for our adapter: load it again there."""
+        if error.status != 404 or adapter is None or adapter not in self._adapters:
+            return False
+        server.adapters.pop(adapter, None)
+        with contextlib.suppress(TransientFault, ServerLost):
+            await self._load_on(server, adapter, self._adapters[adapter])
+        return True
+
+    async def close(self) -> None:
+        await self.pool.close()
+
+    # ------------------------------------------------------------------ log-probs at the sampling temperature
+
+    async def _check_logprobs(self, server: Server, prompt_ids: Sequence[int], temperature: float) -> None:
+        """At temperature 1 and for greedy decoding raw log-probs are right; else the server must scale them."""
+        if temperature in (0.0, 1.0):
+            return
+        if server.processed_logprobs is None:
+            server.processed_logprobs = await self._scales_logprobs(server, prompt_ids)
+        if not server.processed_logprobs:
+            raise InputError(
+                f"{server.url}: log-probs are those of temperature 1, asked for {temperature:g}; start the server with "
+                "--logprobs-mode processed_logprobs, or use --temperature 1.0"
+            )
+
+    async def _scales_logprobs(self, server: Server, prompt_ids: Sequence[int]) -> bool:
+        """Does the log-prob of the most probable token fall when the temperature rises?"""
+        found = []
+        for temperature in (0.0, PROBE_TEMPERATURE):
+            params = SamplingParams(1, temperature)
+            body = completion_request(self.model, prompt_ids, params, self.stop_token_ids, self._salts[None])
+            body["logprobs"] = 1
+            found.append(read_top_logprob(await self.pool.request_retrying(server, "POST", "/v1/completions", body))[1])
+        return abs(found[0] - found[1]) > SAME_LOGPROB
+
+    # ------------------------------------------------------------------ adapters
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Load a PEFT folder on every live server; dead ones get it when they return.
+
+        Raises:
+            InputError: no such folder, a name in use, run-time LoRA off, a rank too high, a data-parallel server.
+            ServerError: no server took it.
+        """
+        path = Path(folder).resolve()
+        if not (path / "adapter_config.json").is_file():
+            raise InputError(f"adapter {folder}: expected a PEFT folder with adapter_config.json")
+        if name in self._adapters or name == self.model:
+            raise InputError(f"adapter name {name!r} is in use; use a new name (<capability>@v<k>) for new weights")
+        if not self._started:
+            await self.start()
+        self._adapters[name] = str(path)
+        self._salts[name] = secrets.token_hex(8)
+        try:
+            live = self.pool.alive
+            await asyncio.gather(*(self._refuse_data_parallel(s) for s in live))
+            results = await asyncio.gather(*(self._load_or_drop(s, name, str(path)) for s in live))
+            if not any(results):
+                raise ServerError(f"adapter {name}: no server is alive to take it; start one and run this again")
+        except (InputError, ServerError):
+            self._adapters.pop(name, None)
+            raise
+
+    async def _load_or_drop(self, server: Server, name: str, folder: str) -> bool:
+        try:
+            await self._load_on(server, name, folder)
+        except ServerLost:
+            return False
+        except TransientFault as error:
+            self.pool.drop(server, error.detail)
+            return False
+        return True
+
+    async def _load_on(self, server: Server, name: str, folder: str) -> None:
+        body = {"lora_name": name, "lora_path": folder}
+        try:
+            await self.pool.request_retrying(server, "POST", "/v1/load_lora_adapter", body)
+        except RefusedRequest as error:
+            if error.status == 400 and "already been loaded" in error.detail:
+                # The name was used before this run (or a try that broke off loaded it): its weights may be others.
+                await self._post_unload(server, name)
+                await self.pool.request_retrying(server, "POST", "/v1/load_lora_adapter", body)
+            elif error.status in (404, 405) and "adapter" not in error.detail.replace("load_lora_adapter", "").lower():
+                raise InputError(f"{error.detail}; {LORA_REMEDY}") from None
+            else:
+                remedy = f"{folder} must be readable by the server and its rank allowed there"
+                raise InputError(f"{error.detail}; {remedy}") from None
+        except TransientFault as error:
+            if "rank" in error.detail or "LoRA" in error.detail:  # vLLM answers 500 to an adapter that it cannot use
+                remedy = "check --max-lora-rank of the server and the adapter's targets"
+                raise InputError(f"{error.detail}; {remedy}") from None
+            raise
+        server.adapters[name] = folder
+
+    async def _post_unload(self, server: Server, name: str) -> None:
+        with contextlib.suppress(RefusedRequest, TransientFault, ServerLost):  # an unknown name is what we want anyway
+            await self.pool.request(server, "POST", "/v1/unload_lora_adapter", {"lora_name": name}, 30.0)
+        server.adapters.pop(name, None)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget ``name`` now for new turns, and on the servers once its turns in flight are done."""
+        if self._adapters.pop(name, None) is None:
+            return
+        async with self._idle:
+            await self._idle.wait_for(lambda: self._busy[name] == 0)
+        self._busy.pop(name, None)
+        self._salts.pop(name, None)
+        await asyncio.gather(*(self._post_unload(s, name) for s in self.pool.alive))
+
+    async def _restore(self, server: Server) -> None:
+        """A server is back: it must serve our model and know every adapter before it gets work."""
+        self._base_name(read_models(await self.pool.request(server, "GET", "/v1/models", None, 30.0)))
+        for name, folder in list(self._adapters.items()):
+            await self._load_on(server, name, folder)
+
+    async def _refuse_data_parallel(self, server: Server) -> None:
+        try:
+            engines = count_engines(str(await self.pool.request(server, "GET", "/metrics", None, 30.0)))
+        except (RefusedRequest, TransientFault, ServerLost):
+            return  # no metrics there: the canary after the delivery still sees a replica without the adapter
+        if engines is not None and engines > 1:
+            raise InputError(
+                f"{server.url} runs {engines} data-parallel engines behind one URL, where a run-time adapter reaches "
+                "only some of them; start one server per replica and list all of them in VLLM_BASE_URLS"
+            )
+
+    # ------------------------------------------------------------------ scoring
+
+    async def score(self, server: Server, token_ids: Sequence[int], adapter: str | None = None) -> list[float]:
+        """Log-probs (temperature 1) of ``token_ids[1:]`` on one server, prefix cache bypassed.
+
+        Raises:
+            ServerError: the server fails; InputError: it does not know the adapter.
+        """
+        body = scoring_request(adapter or self.model, token_ids, self._salts[adapter])
+        try:
+            payload = await self.pool.request_retrying(server, "POST", "/v1/completions", body)
+            return read_prompt_logprobs(payload, token_ids)
+        except RefusedRequest as error:
+            raise InputError(
+                f"{error.detail}; {server.url} forgot adapter {adapter!r}: "
+                "run one API process per URL (--api-server-count 1)"
+            ) from None
+        except (TransientFault, ServerLost, NonsenseAnswer) as error:
+            raise ServerError(f"{server.url}: cannot score a sequence ({error})") from None
+
+    # ------------------------------------------------------------------ counting
+
+    @contextlib.contextmanager
+    def _in_flight(self, adapter: str | None) -> Iterator[None]:
+        self._busy[adapter] += 1
+        try:
+            yield
+        finally:
+            self._busy[adapter] -= 1
+            if adapter is not None and self._busy[adapter] == 0 and adapter not in self._adapters:
+                self._wake = asyncio.ensure_future(self._notify_idle())
+
+    async def _notify_idle(self) -> None:
+        async with self._idle:
+            self._idle.notify_all()

@@ -1,0 +1,218 @@
+"""What is sent to a stock vLLM server and what is read from it: pure functions, checked answers (vLLM 0.22-0.33)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.files import InputError
+from train.engine import Sample, SamplingParams
+
+MAX_POSITIVE_LOGPROB = 1e-3  # rounding of a log-softmax; anything above is no log-probability
+KNOWS_IDS = "the server must know return_token_ids (vLLM >= 0.22)"
+
+
+class NonsenseAnswer(ValueError):
+    """An answer that no correct server gives. ``retry``: another try may help (a cut or garbled body)."""
+
+    def __init__(self, text: str, *, retry: bool = False) -> None:
+        super().__init__(text)
+        self.retry = retry
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModels:
+    """``/v1/models``: names of the base model, names of loaded adapters, and the context length in tokens."""
+
+    base: tuple[str, ...]
+    roots: tuple[str, ...]
+    adapters: tuple[str, ...]
+    max_model_len: int | None
+
+
+def parse_base_urls(text: str) -> tuple[str, ...]:
+    """``http://a:1,http://b:2/v1`` -> roots without the ``/v1``, each once.
+
+    Raises:
+        InputError: empty, or not http(s) URLs.
+    """
+    urls = []
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        url = re.sub(r"/v1/?$", "", part).rstrip("/")
+        if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
+            raise InputError(f"server URL {part!r}: expected http://HOST:PORT; check --base-url or VLLM_BASE_URLS")
+        urls.append(url)
+    if not urls:
+        raise InputError("no server URL given; expected http://HOST:PORT[,...] in --base-url or VLLM_BASE_URLS")
+    return tuple(dict.fromkeys(urls))
+
+
+def completion_request(
+    model: str, prompt_ids: Sequence[int], params: SamplingParams, stop_token_ids: Sequence[int], salt: str
+) -> dict[str, Any]:
+    """The body of one sampled turn.
+
+    The whole distribution is sampled: top-p, top-k, min-p and penalties are switched off by name, since a server takes
+    its defaults for absent ones from the model's ``generation_config.json``. The stop tokens are ours alone
+    (``ignore_eos``), so both engines end turns alike. ``cache_salt`` keeps keys and values of an earlier run that used
+    the same adapter name out of this one.
+    """
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": list(prompt_ids),
+        "max_tokens": params.max_new_tokens,
+        "temperature": params.temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "ignore_eos": True,
+        "stop_token_ids": list(stop_token_ids),
+        "skip_special_tokens": False,
+        "cache_salt": salt,
+    }
+    if params.stop:
+        body["stop"] = list(params.stop)
+    if params.seed is not None:
+        body["seed"] = params.seed
+    return body
+
+
+def scoring_request(model: str, token_ids: Sequence[int], salt: str) -> dict[str, Any]:
+    """The body that asks for the log-prob of every given token (one more is sampled, as the server demands)."""
+    return {
+        "model": model,
+        "prompt": list(token_ids),
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "prompt_logprobs": 0,
+        "return_token_ids": True,
+        "cache_salt": salt,
+    }
+
+
+def only_choice(payload: Any) -> dict[str, Any]:
+    choices = payload.get("choices") if isinstance(payload, dict) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise NonsenseAnswer(f"expected one choice, found {str(payload)[:120]!r}", retry=True)
+    return choices[0]
+
+
+def _int_list(value: Any, what: str, remedy: str) -> list[int]:
+    if not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
+        raise NonsenseAnswer(f"{what}: expected a list of token ids, found {str(value)[:60]!r}; {remedy}")
+    return value
+
+
+def read_sample(
+    payload: Any, prompt_ids: Sequence[int], params: SamplingParams, stop_token_ids: Sequence[int]
+) -> Sample:
+    """The sampled turn in a completion response, token ids verbatim.
+
+    Raises:
+        NonsenseAnswer: missing or foreign token ids, log-probs that are missing, NaN or positive, a finish reason that
+            does not fit the tokens.
+    """
+    choice = only_choice(payload)
+    reason = choice.get("finish_reason")
+    if reason not in ("stop", "length"):
+        raise NonsenseAnswer(f"finish_reason: expected stop or length, found {reason!r}", retry=True)
+    echoed = _int_list(choice.get("prompt_token_ids"), "prompt_token_ids", KNOWS_IDS)
+    if echoed != list(prompt_ids):
+        raise NonsenseAnswer(f"the server answered another prompt ({len(echoed)} tokens, sent {len(prompt_ids)})")
+    token_ids = _int_list(choice.get("token_ids"), "token_ids", KNOWS_IDS)
+    if not token_ids or len(token_ids) > params.max_new_tokens:
+        raise NonsenseAnswer(f"token_ids: expected 1 to {params.max_new_tokens} tokens, found {len(token_ids)}")
+    if reason == "length" and len(token_ids) < params.max_new_tokens:
+        raise NonsenseAnswer(
+            f"the server cut the turn at {len(token_ids)} of {params.max_new_tokens} tokens; start it with "
+            "--generation-config vllm, or without a max_new_tokens in generation_config.json"
+        )
+    if reason == "stop" and token_ids[-1] not in stop_token_ids and not params.stop:
+        raise NonsenseAnswer(f"the turn stopped at token {token_ids[-1]}, which is none of {list(stop_token_ids)}")
+    logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+    return Sample(tuple(token_ids), _checked_logprobs(logprobs, len(token_ids)), reason)
+
+
+def _checked_logprobs(values: Any, count: int) -> tuple[float, ...]:
+    if not isinstance(values, list) or len(values) != count:
+        found = len(values) if isinstance(values, list) else values
+        raise NonsenseAnswer(f"token_logprobs: expected {count} numbers, found {found!r}")
+    for value in values:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or value > MAX_POSITIVE_LOGPROB:
+            raise NonsenseAnswer(f"token_logprobs: expected finite log-probabilities <= 0, found {value!r}")
+    return tuple(min(0.0, float(v)) for v in values)
+
+
+def read_prompt_logprobs(payload: Any, token_ids: Sequence[int]) -> list[float]:
+    """Log-probs of ``token_ids[1:]`` given what stands before each. Length: ``len(token_ids) - 1``.
+
+    Raises:
+        NonsenseAnswer: as in ``read_sample``.
+    """
+    rows = only_choice(payload).get("prompt_logprobs")
+    if not isinstance(rows, list) or len(rows) != len(token_ids):
+        raise NonsenseAnswer(f"prompt_logprobs: expected {len(token_ids)} entries, found {str(rows)[:60]!r}")
+    values = []
+    for token, row in zip(token_ids[1:], rows[1:], strict=True):
+        entry = row.get(str(token)) if isinstance(row, dict) else None
+        values.append(entry.get("logprob") if isinstance(entry, dict) else None)
+    return list(_checked_logprobs(values, len(token_ids) - 1))
+
+
+def read_top_logprob(payload: Any) -> tuple[str, float]:
+    """The most probable first token and its log-prob, from a response with ``logprobs: 1``."""
+    logprobs = only_choice(payload).get("logprobs") or {}
+    top = (logprobs.get("top_logprobs") or [None])[0]
+    if not isinstance(top, dict) or not top:
+        raise NonsenseAnswer("top_logprobs are missing")
+    token = max(top, key=lambda t: top[t])
+    return token, _checked_logprobs([top[token]], 1)[0]
+
+
+def read_models(payload: Any) -> ServedModels:
+    """What ``/v1/models`` lists.
+
+    Raises:
+        NonsenseAnswer: not a model list.
+    """
+    data = payload.get("data") if isinstance(payload, dict) else None
+    rows = data if isinstance(data, list) else []
+    if not rows or not all(isinstance(m, dict) and isinstance(m.get("id"), str) for m in rows):
+        raise NonsenseAnswer(f"/v1/models: expected a list of models, found {str(payload)[:80]!r}", retry=True)
+    base = [m for m in rows if m.get("parent") is None]
+    lengths = [m["max_model_len"] for m in base if isinstance(m.get("max_model_len"), int)]
+    return ServedModels(
+        base=tuple(m["id"] for m in base),
+        roots=tuple(str(m.get("root")) for m in base),
+        adapters=tuple(m["id"] for m in rows if m.get("parent") is not None),
+        max_model_len=min(lengths) if lengths else None,
+    )
+
+
+def count_engines(metrics: str) -> int | None:
+    """Data-parallel engines behind one URL, read from ``/metrics``; None when the server does not say."""
+    labels = re.findall(r'^vllm:num_requests_running\{[^}]*engine="(\d+)"', metrics, re.MULTILINE)
+    return len(set(labels)) or None
+
+
+def error_message(status: int, text: str) -> str:
+    """One line of an error body, of either of the two shapes that servers use."""
+    try:
+        body = json.loads(text)
+    except ValueError:
+        body = text
+    if isinstance(body, dict):
+        error = body.get("error", body)
+        body = error.get("message", error) if isinstance(error, dict) else error
+    return f"HTTP {status}: {' '.join(str(body).split())[:300]}"
