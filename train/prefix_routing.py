@@ -14,7 +14,7 @@ MAX_BLOCKS = 200_000
 
 
 class PrefixIndex:
-    """Chained hashes of prompt blocks -> the servers (by number) that were sent them; the oldest are forgotten first."""
+    """Chained hashes of prompt blocks -> the servers (by number) that were sent them; the oldest go first."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._owners: OrderedDict[int, int] = OrderedDict()  # hash -> bit mask of servers

@@ -89,7 +89,7 @@ class VllmEngine:
         self._busy: collections.Counter[str | None] = collections.Counter()
         self._idle = asyncio.Condition()
         self._start_lock = asyncio.Lock()
-        self._started = False
+        self._models: ServedModels | None = None
 
     # ------------------------------------------------------------------ start
 
@@ -101,6 +101,8 @@ class VllmEngine:
             InputError: the model is not served, or the API key is refused.
         """
         async with self._start_lock:
+            if self._models is not None:
+                return self._models
             answers = await asyncio.gather(*(self._served(s) for s in self.pool.servers))
             served = [a for a in answers if a is not None]
             if not served:
@@ -110,8 +112,8 @@ class VllmEngine:
                 self.model = self._base_name(models)
             lengths = [m.max_model_len for m in served if m.max_model_len is not None]
             self.max_model_len = min(lengths) if lengths else None
-            self._started = True
-            return served[0]
+            self._models = served[0]
+            return self._models
 
     async def _served(self, server: Server) -> ServedModels | None:
         try:
@@ -152,7 +154,7 @@ class VllmEngine:
             return await self._sample(body, params, adapter, salt)
 
     async def _ensure_started(self) -> None:
-        if self._started:
+        if self._models is not None:
             return
         try:
             await self.start()
@@ -253,8 +255,7 @@ class VllmEngine:
             raise InputError(f"adapter {folder}: expected a PEFT folder with adapter_config.json")
         if name in self._adapters or name == self.model:
             raise InputError(f"adapter name {name!r} is in use; use a new name (<capability>@v<k>) for new weights")
-        if not self._started:
-            await self.start()
+        await self.start()
         self._adapters[name] = str(path)
         self._salts[name] = secrets.token_hex(8)
         try:

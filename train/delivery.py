@@ -1,0 +1,171 @@
+"""Adapter delivery: new weights reach every server under a new name, and a canary proves it.
+
+A canary is a fixed token sequence whose log-probs the trainer computes with its new and its old weights. After a load,
+the server's log-probs s of the same sequence must lie nearer to the new ones n than to the old ones o:
+
+    error_new = sqrt(mean (s - n)^2)     error_old = sqrt(mean (s - o)^2)     moved = sqrt(mean (n - o)^2)
+
+Server and trainer differ by rounding even on equal weights (bf16: about 0.07 rms), and one small optimiser step moves
+the log-probs by less than that. The comparison is decided only when ``moved`` stands out of the rounding; until then
+the old weights stay the reference, so steps add up and an adapter that never arrives is found a few steps later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipeline.files import InputError, ServerError
+from train.engine import Engine
+from train.vllm_engine import VllmEngine
+
+KEEP_VERSIONS = 2  # the newest and the one before: a straggling episode of the old policy can still end its turn
+RESOLVED_Z = 10.0  # standard errors between "new" and "old"; the verdict at half way is then five of them off
+MAX_ERROR = 0.5  # nats rms; no rounding does this, it is another model or another adapter
+
+
+class DeliveryError(ServerError):
+    """The server does not run the trainer's weights. The text has both errors."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Canary:
+    """A fixed sequence and the trainer's log-probs of ``token_ids[1:]`` at temperature 1 (fp32).
+
+    Args:
+        new_logprobs: with the weights that are being delivered.
+        old_logprobs: with the weights of the last delivery (the base model before the first).
+    """
+
+    token_ids: tuple[int, ...]
+    new_logprobs: tuple[float, ...]
+    old_logprobs: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        n = len(self.token_ids) - 1
+        if n < 1 or len(self.new_logprobs) != n or len(self.old_logprobs) != n:
+            raise InputError(
+                f"canary of {n + 1} tokens: expected {n} new and {n} old log-probs, "
+                f"found {len(self.new_logprobs)} and {len(self.old_logprobs)}"
+            )
+        if not all(math.isfinite(x) for x in (*self.new_logprobs, *self.old_logprobs)):
+            raise InputError("canary: the trainer's log-probs are not finite; its weights are broken")
+
+
+@dataclasses.dataclass(frozen=True)
+class CanaryResult:
+    """Errors in nats (root mean square per token). ``resolved``: the two weights are far enough apart to decide."""
+
+    error_new: float
+    error_old: float
+    moved: float
+    resolved: bool
+
+    @property
+    def wrong(self) -> bool:
+        """The server runs the old weights, or something else altogether."""
+        return self.error_new > MAX_ERROR or (self.resolved and self.error_new >= self.error_old)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeliveryReport:
+    """Seconds of one delivery, and the worst canary over the servers (None without a canary or on a local engine)."""
+
+    name: str
+    seconds: float
+    load_s: float
+    canary: CanaryResult | None
+
+
+def compare_canary(server: Sequence[float], new: Sequence[float], old: Sequence[float]) -> CanaryResult:
+    """Which of two trainer log-prob vectors the server's is nearer to, and whether that can be told at all.
+
+    With d = n - o, the server's position between the two is alpha = <s - o, d> / <d, d> (0 = old, 1 = new), with
+    standard error sigma / |d|, sigma = rms of the residual off that line. Resolved when |d| / sigma >= ``RESOLVED_Z``.
+    """
+    s, n, o = (np.asarray(x, dtype=np.float64) for x in (server, new, old))
+    d = n - o
+    length = float(np.linalg.norm(d))
+    error_new = float(np.sqrt(np.mean((s - n) ** 2)))
+    error_old = float(np.sqrt(np.mean((s - o) ** 2)))
+    if length == 0.0:
+        return CanaryResult(error_new, error_old, 0.0, False)
+    alpha = float((s - o) @ d) / length**2
+    sigma = float(np.sqrt(np.mean((s - o - alpha * d) ** 2)))
+    return CanaryResult(error_new, error_old, length / math.sqrt(d.size), length >= RESOLVED_Z * sigma)
+
+
+class AdapterDelivery:
+    """Delivers versions of adapters to one engine, unloads old ones, and keeps the times.
+
+    Names are ``<capability>@v<k>``: a new name for new weights, so no server mixes the caches of two versions.
+    """
+
+    def __init__(self, engine: Engine, keep_versions: int = KEEP_VERSIONS) -> None:
+        self.engine = engine
+        self.keep_versions = keep_versions
+        self.reports: list[DeliveryReport] = []
+        self._versions: dict[str, list[str]] = {}
+        self._references: dict[str, tuple[float, ...]] = {}
+        self._unloading: set[asyncio.Task[None]] = set()
+
+    async def deliver(self, capability: str, version: int, folder: str, canary: Canary | None = None) -> DeliveryReport:
+        """Load ``folder`` as ``<capability>@v<version>`` everywhere, check it, unload what is no longer needed.
+
+        Raises:
+            DeliveryError: a server's log-probs are nearer to the old weights.
+            InputError, ServerError: see ``VllmEngine.load_adapter``.
+        """
+        name = adapter_name(capability, version)
+        begin = time.perf_counter()
+        await self.engine.load_adapter(name, folder)
+        loaded = time.perf_counter()
+        result = None
+        if canary is not None and isinstance(self.engine, VllmEngine):
+            result = await self._check(self.engine, capability, name, canary)
+        report = DeliveryReport(name, time.perf_counter() - begin, loaded - begin, result)
+        self.reports.append(report)
+        versions = self._versions.setdefault(capability, [])
+        versions.append(name)
+        while len(versions) > self.keep_versions:
+            task = asyncio.create_task(self.engine.unload_adapter(versions.pop(0)))
+            self._unloading.add(task)
+            task.add_done_callback(self._unloading.discard)
+        return report
+
+    async def _check(self, engine: VllmEngine, capability: str, name: str, canary: Canary) -> CanaryResult:
+        reference = self._references.get(capability, canary.old_logprobs)
+        if len(reference) != len(canary.new_logprobs):  # the caller changed its sequence
+            reference = canary.old_logprobs
+        live = engine.pool.alive
+        scores = await asyncio.gather(*(engine.score(server, canary.token_ids, name) for server in live))
+        results = [compare_canary(score, canary.new_logprobs, reference) for score in scores]
+        for server, result in zip(live, results, strict=True):
+            if result.wrong:
+                raise DeliveryError(
+                    f"{server.url} does not run {name}: its log-probs differ from the trainer's new weights by "
+                    f"{result.error_new:.4f} and from the old ones by {result.error_old:.4f} nats rms; "
+                    "check that the server reads the adapter folder of this run, then --resume"
+                )
+        worst = max(results, key=lambda r: (not r.resolved, r.error_new))
+        resolved = all(r.resolved for r in results)
+        self._references[capability] = canary.new_logprobs if resolved else reference
+        return worst
+
+    async def close(self) -> None:
+        """Unload every version that is still loaded (a server that died meanwhile is no fault)."""
+        names = [name for versions in self._versions.values() for name in versions]
+        self._versions.clear()
+        with contextlib.suppress(ServerError, InputError):
+            await asyncio.gather(*self._unloading, *(self.engine.unload_adapter(name) for name in names))
+
+
+def adapter_name(capability: str, version: int) -> str:
+    """``<capability>@v<version>``."""
+    return f"{capability}@v{version}"
