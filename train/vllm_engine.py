@@ -85,6 +85,7 @@ class VllmEngine:
         self.n_retries = 0
         self.pool = ServerPool(parse_base_urls(base_urls), api_key=api_key, times=times, on_return=self._restore)
         self._adapters: dict[str, str] = {}
+        self._served_adapters: set[str] = set()
         self._salts: dict[str | None, str] = {None: secrets.token_hex(8)}
         self._busy: collections.Counter[str | None] = collections.Counter()
         self._idle = asyncio.Condition()
@@ -145,7 +146,7 @@ class VllmEngine:
             InputError: temperature other than 0 and 1 on a server that reports raw log-probs.
         """
         await self._ensure_started()
-        if adapter is not None and adapter not in self._adapters:
+        if adapter is not None and adapter not in self._adapters and adapter not in self._served_adapters:
             raise AgentError("server", f"adapter {adapter!r} is not loaded; loaded: {sorted(self._adapters) or 'none'}")
         params = self._fit(params, len(prompt_ids))
         salt = self._salts[adapter]
@@ -267,6 +268,21 @@ class VllmEngine:
         except (InputError, ServerError):
             self._adapters.pop(name, None)
             raise
+
+    async def use_served_adapter(self, name: str) -> None:
+        """Sample with an adapter that the servers were started with (``--lora-modules``); it is never unloaded.
+
+        Raises:
+            InputError: a live server does not list it.
+        """
+        await self.start()
+        for server in self.pool.alive:
+            models = await self._served(server)
+            if models is not None and name not in models.adapters:
+                known = ", ".join(models.adapters) or "none"
+                raise InputError(f"adapter {name!r}: neither a path nor served by {server.url} (served: {known})")
+        self._served_adapters.add(name)
+        self._salts[name] = secrets.token_hex(8)
 
     async def _load_or_drop(self, server: Server, name: str, folder: str) -> bool:
         try:

@@ -1,0 +1,135 @@
+"""The rollouts of a command while they are made: an append-only log that a kill at any point leaves usable.
+
+``F.partial.jsonl`` beside the output ``F``: first a header that says what is being collected, then one entry per
+episode. A second start with the same settings goes on where the first one stopped; other settings are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from game_registry import GameSpec
+from pipeline.files import InputError, JsonlLog, PathLike, parse_json, read_jsonl, read_text, write_json
+
+SCHEMA_VERSION = 1
+Key = tuple[str, bool, int]  # task id, hinted, sample index
+
+
+def entry_key(entry: Mapping[str, Any]) -> Key:
+    return str(entry["task_id"]), bool(entry.get("hinted", False)), int(entry["sample_idx"])
+
+
+def entry_order(entry: Mapping[str, Any]) -> tuple[int, str, bool, int]:
+    """Numeric ids by value, then hinted, then sample index: the final file does not depend on timing."""
+    task = str(entry["task_id"])
+    number = int(task) if task.lstrip("-").isdigit() else 0
+    return number, task, bool(entry.get("hinted", False)), int(entry["sample_idx"])
+
+
+def game_fingerprint(spec: GameSpec) -> str:
+    """Hash of the environment's source file; rollouts of another version of it must not be mixed in."""
+    source = inspect.getsourcefile(inspect.unwrap(spec.make_env))
+    if source is None or not Path(source).is_file():
+        return "unknown"
+    return hashlib.sha256(Path(source).read_bytes()).hexdigest()[:16]
+
+
+class RolloutLog:
+    """Entries of one output file.
+
+    Args:
+        output: the final file.
+        settings: everything that an entry depends on; JSON.
+        resume: go on from what is there; False starts anew.
+
+    Raises:
+        InputError: the log was written with other settings.
+    """
+
+    def __init__(self, output: PathLike, settings: Mapping[str, Any], *, resume: bool = True) -> None:
+        self.output = Path(output)
+        self.partial = self.output.with_name(self.output.name + ".partial.jsonl")
+        self.settings = dict(settings)
+        self.entries: dict[Key, dict[str, Any]] = {}
+        if resume:
+            self._read_output()
+            self._read_partial()
+        else:
+            self.partial.unlink(missing_ok=True)
+        try:
+            self._log = JsonlLog(self.partial)
+            if self.partial.stat().st_size == 0:
+                self._log.append({"header": self.settings})
+        except OSError as error:
+            raise InputError(f"{self.partial}: cannot be written ({error.strerror}); choose another --output") from None
+
+    def _read_output(self) -> None:
+        """A finished file with the same settings is a start for more seeds or samples; any other is replaced."""
+        if not self.output.is_file():
+            return
+        try:
+            data = parse_json(read_text(self.output, "rollouts file"), str(self.output))
+        except InputError:
+            return
+        info = data.get("info") if isinstance(data, dict) else None
+        if isinstance(info, dict) and info.get("settings") == self.settings:
+            for entry in data["simulations"]:
+                self.entries[entry_key(entry)] = entry
+
+    def _read_partial(self) -> None:
+        if not self.partial.is_file() or not self.partial.read_bytes()[:1]:
+            return
+        records = read_jsonl(self.partial, "unfinished rollouts", torn_tail_ok=True)
+        header = next(records, None)
+        if header is None:  # killed while the header was being written
+            return
+        found = header.get("header") if isinstance(header, dict) else None
+        if found != self.settings:
+            raise InputError(f"{self.partial}: {_difference(found, self.settings)}; use --no-resume to start anew")
+        for entry in records:
+            self.entries[entry_key(entry)] = entry
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Keep one episode, on disk at once.
+
+        Raises:
+            InputError: the disk is full or gone.
+        """
+        self.entries[entry_key(entry)] = entry
+        try:
+            self._log.append(entry)
+        except OSError as error:
+            raise InputError(
+                f"{self.partial}: cannot be written ({error.strerror}); free space and run again"
+            ) from None
+
+    def finish(self, wanted: Iterable[Key], info: Mapping[str, Any]) -> None:
+        """Write the final file atomically with exactly the entries asked for, then drop the log."""
+        keys = set(wanted)
+        missing = keys - self.entries.keys()
+        assert not missing, f"{len(missing)} episodes were not run"
+        chosen = sorted((e for k, e in self.entries.items() if k in keys), key=entry_order)
+        data = {
+            "schema_version": SCHEMA_VERSION,
+            "info": {**info, "settings": self.settings},
+            "simulations": chosen,
+        }
+        write_json(self.output, data, indent=None)
+        self._log.close()
+        self.partial.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._log.close()
+
+
+def _difference(found: Any, wanted: Mapping[str, Any]) -> str:
+    if not isinstance(found, dict):
+        return "not a log of unfinished rollouts"
+    for key in sorted(found.keys() | wanted.keys()):
+        if found.get(key) != wanted.get(key):
+            return f"was begun with {key} = {found.get(key)!r}, now it is {wanted.get(key)!r}"
+    return "was begun with other settings"
