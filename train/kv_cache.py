@@ -1,0 +1,165 @@
+"""Key/value cache and attention for batched sampling in this process.
+
+Rows that sample from the same prompt read one copy of its keys and values (``SharedPromptLayer``), and what a row adds goes
+into a buffer that is written in place. Compared with repeating a ``DynamicCache`` per row this removes the copy of the
+whole cache at every step, and the prompt is read once per group instead of once per row. Results are the same up to rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+ATTENTION = "trace_sdpa"
+
+
+@dataclasses.dataclass
+class RowMap:
+    """Which prompt each row continues. ``slots`` [U, G] lists the rows of every prompt, padded with row 0.
+
+    ``place`` [N] is the position of each row in the flattened ``slots``; ``keep`` [U, P] marks the real prompt keys (None = all).
+    """
+
+    slots: torch.Tensor
+    place: torch.Tensor
+    keep: torch.Tensor | None
+
+    @classmethod
+    def build(cls, prompt_of_row: torch.Tensor, n_prompts: int, keep: torch.Tensor | None) -> RowMap:
+        counts = torch.bincount(prompt_of_row, minlength=n_prompts)
+        width = int(counts.max())
+        order = torch.argsort(prompt_of_row, stable=True)
+        starts = torch.cumsum(counts, 0) - counts
+        within = torch.empty_like(prompt_of_row)
+        within[order] = torch.arange(len(order), device=order.device) - starts[prompt_of_row[order]]
+        place = prompt_of_row * width + within
+        slots = torch.zeros(n_prompts * width, dtype=torch.long, device=order.device)
+        slots[place] = torch.arange(len(place), device=order.device)
+        return cls(slots.view(n_prompts, width), place, keep)
+
+
+@dataclasses.dataclass
+class SharedKeys:
+    """What ``SharedPromptLayer.update`` hands to the attention function in place of a key or value tensor."""
+
+    prompt: torch.Tensor  # [U, kv_heads, P, dim]
+    own: torch.Tensor  # [N, kv_heads, S, dim]
+    rows: RowMap
+
+    @property
+    def shape(self) -> torch.Size:
+        n, heads, own, dim = self.own.shape
+        return torch.Size((n, heads, self.prompt.shape[2] + own, dim))
+
+
+class SharedPromptLayer(DynamicLayer):
+    """A layer that runs prompts as ``DynamicLayer`` does, then serves rows that branch off them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rows: RowMap | None = None
+        self._length = 0
+
+    def branch(self, rows: RowMap, capacity: int) -> None:
+        """From now on rows, not prompts, are decoded, at most ``capacity`` tokens each."""
+        self.rows = rows
+        n = len(rows.place)
+        shape = (n, self.keys.shape[1], capacity, self.keys.shape[3])
+        self._own_keys, self._own_values = self.keys.new_empty(shape), self.values.new_empty(shape)
+
+    def drop(self, rows: RowMap, prompts: torch.Tensor | None, alive: torch.Tensor) -> None:
+        """Keep only the rows ``alive`` and, when given, the prompts ``prompts``."""
+        self.rows = rows
+        capacity = self._own_keys.shape[2]
+        for name in ("_own_keys", "_own_values"):
+            old = getattr(self, name)
+            new = old.new_empty((len(alive), old.shape[1], capacity, old.shape[3]))
+            new[:, :, : self._length] = old[:, :, : self._length].index_select(0, alive)
+            setattr(self, name, new)
+        if prompts is not None:
+            self.keys, self.values = self.keys.index_select(0, prompts), self.values.index_select(0, prompts)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.rows is None:
+            return super().update(key_states, value_states, *args, **kwargs)
+        end = self._length + 1
+        self._own_keys[:, :, self._length : end] = key_states
+        self._own_values[:, :, self._length : end] = value_states
+        self._length = end
+        return (
+            SharedKeys(self.keys, self._own_keys[:, :, :end], self.rows),
+            SharedKeys(self.values, self._own_values[:, :, :end], self.rows),
+        )
+
+    def get_seq_length(self) -> int:
+        return int(super().get_seq_length()) + self._length
+
+
+def branching_attention(query: torch.Tensor, key: SharedKeys, value: SharedKeys, scaling: float | None) -> torch.Tensor:
+    """One decode step: softmax(q [K_prompt, K_own]^T * scale) [V_prompt; V_own], the prompt part batched per prompt.
+
+    Args:
+        query: [N, heads, 1, dim]. Returns [N, 1, heads, dim].
+    """
+    n, heads, _, dim = query.shape
+    rows, kv_heads = key.rows, key.own.shape[1]
+    group = heads // kv_heads
+    n_prompts, width = rows.slots.shape
+    scale = dim**-0.5 if scaling is None else scaling
+    q = query.reshape(n, kv_heads, group, dim)
+    per_prompt = q[rows.slots.view(-1)].view(n_prompts, width, kv_heads, group, dim).transpose(1, 2)
+    per_prompt = per_prompt.reshape(n_prompts, kv_heads, width * group, dim)
+    scores = torch.matmul(per_prompt, key.prompt.transpose(-1, -2)).float()
+    if rows.keep is not None:
+        scores = scores.masked_fill(~rows.keep[:, None, None, :], float("-inf"))
+    length = scores.shape[-1]
+    scores = scores.view(n_prompts, kv_heads, width, group, length).transpose(1, 2)
+    scores = scores.reshape(n_prompts * width, kv_heads, group, length)[rows.place]
+    own = torch.matmul(q, key.own.transpose(-1, -2)).float()  # [N, kv_heads, group, S]
+    weights = torch.softmax(torch.cat([scores, own], dim=-1) * scale, dim=-1).to(value.own.dtype)
+    spread = weights[..., :length][rows.slots.view(-1)].view(n_prompts, width, kv_heads, group, length).transpose(1, 2)
+    out = torch.matmul(spread.reshape(n_prompts, kv_heads, width * group, length), value.prompt)
+    out = out.view(n_prompts, kv_heads, width, group, dim).transpose(1, 2)
+    out = out.reshape(n_prompts * width, kv_heads, group, dim)[rows.place]
+    out = out + torch.matmul(weights[..., length:], value.own)
+    return out.reshape(n, 1, heads, dim)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor | SharedKeys,
+    value: torch.Tensor | SharedKeys,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """SDPA, except for a decode step over shared prompts. Shapes as in transformers' attention interface."""
+    if isinstance(key, SharedKeys) and isinstance(value, SharedKeys):
+        return branching_attention(query, key, value, scaling), None
+    out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    return out, None
+
+
+AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+def has_only_full_attention(model: PreTrainedModel) -> bool:
+    """True when padding can be masked out and prompts can share rows (no linear attention, no sliding window)."""
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
+
+
+def new_cache(model: PreTrainedModel) -> DynamicCache:
+    """An empty cache for ``model``: shared prompts where every layer attends fully, else the model's own layers."""
+    cache = DynamicCache(config=model.config)
+    if all(type(layer) is DynamicLayer for layer in cache.layers):
+        cache.layers = [SharedPromptLayer() for _ in cache.layers]
+    return cache

@@ -1,0 +1,352 @@
+"""Sampling in this process through transformers: the engine without a server.
+
+Requests that are waiting together run as one batch: the common prefix of all prompts is computed once, each distinct
+prompt once, then all rows decode together and leave when they finish. Which rows run together depends on the order of
+requests only, never on timing, so a run on one machine can be repeated bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from game_registry import AgentError
+from pipeline.files import InputError
+from train.chat import ChatCodec
+from train.engine import Sample, SamplingParams
+from train.kv_cache import ATTENTION, RowMap, SharedPromptLayer, has_only_full_attention, new_cache
+
+
+@dataclasses.dataclass
+class _Request:
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    adapter: str | None
+    future: asyncio.Future[Sample]
+
+
+@dataclasses.dataclass
+class _Row:
+    """One sequence being decoded."""
+
+    params: SamplingParams
+    rng: random.Random
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class _Batch:
+    """Rows that decode together, and their cache."""
+
+    def __init__(self, rows: list[_Row], cache: Any, prompt_of_row: torch.Tensor, keep: torch.Tensor) -> None:
+        self.rows, self.cache = rows, cache
+        self._prompt_of_row = prompt_of_row
+        self._keep = None if bool(keep.all()) else keep  # [U, P] real prompt keys
+        self._shared = isinstance(cache.layers[0], SharedPromptLayer)
+        if not self._shared:  # recurrent layers: every row has its own copy of the state; there is no padding
+            cache.reorder_cache(prompt_of_row)
+            return
+        row_map = RowMap.build(prompt_of_row, len(keep), self._keep)
+        for layer in cache.layers:
+            layer.branch(row_map, max(row.params.max_new_tokens for row in rows))
+
+    def drop(self, alive: torch.Tensor) -> None:
+        """Forget every row but those at ``alive``, and prompts without a row."""
+        self.rows = [self.rows[i] for i in alive.tolist()]
+        if not self._shared:
+            self.cache.reorder_cache(alive)
+            return
+        prompts, self._prompt_of_row = torch.unique(self._prompt_of_row[alive], return_inverse=True)
+        n_before = self.cache.layers[0].keys.shape[0]
+        self._keep = None if self._keep is None else self._keep[prompts]
+        row_map = RowMap.build(self._prompt_of_row, len(prompts), self._keep)
+        for layer in self.cache.layers:
+            layer.drop(row_map, prompts if len(prompts) < n_before else None, alive)
+
+
+def _draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Inverse transform sampling: the first index at which the running sum of a row exceeds ``uniform`` times its total.
+
+    Args:
+        probabilities: [N, vocab], fp32. ``uniform``: [N] in [0, 1). The sum runs over blocks first, then inside one block.
+    """
+    n, vocab = probabilities.shape
+    block = 256
+    padded = torch.nn.functional.pad(probabilities, (0, -vocab % block)).view(n, -1, block)
+    outer = padded.sum(-1).cumsum(-1)  # [N, blocks]
+    target = uniform * outer[:, -1]
+    which = torch.searchsorted(outer, target[:, None], right=True)[:, 0].clamp_max(outer.shape[1] - 1)
+    rows = torch.arange(n, device=which.device)
+    before = torch.where(which > 0, outer[rows, (which - 1).clamp_min(0)], 0.0)
+    inner = padded[rows, which].cumsum(-1)
+    within = torch.searchsorted(inner, (target - before)[:, None], right=True)[:, 0]
+    last = (padded[rows, which] > 0).long().mul(torch.arange(1, block + 1, device=which.device)).argmax(-1)
+    return which * block + torch.minimum(within, last)  # rounding never picks a token of probability zero
+
+
+def pick_dtype(device: str) -> torch.dtype:
+    """bfloat16 where the hardware multiplies it natively, else float32 (on such a CPU bf16 is the slower one)."""
+    if device != "cpu":
+        return torch.bfloat16
+    try:
+        flags = open("/proc/cpuinfo", encoding="utf-8").read()  # noqa: SIM115
+    except OSError:
+        return torch.float32
+    return torch.bfloat16 if "avx512_bf16" in flags or "amx_bf16" in flags else torch.float32
+
+
+def load_model(folder: str, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
+    """A frozen causal LM in evaluation mode, with this module's attention where the model supports SDPA.
+
+    Raises:
+        InputError: the folder cannot be loaded.
+    """
+    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    kind = pick_dtype(where) if dtype == "auto" else getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise InputError(f"--dtype {dtype}: expected auto, bfloat16, float16 or float32")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, attn_implementation="sdpa")
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"model {folder}: cannot be loaded ({str(error).splitlines()[0]}); check --model") from None
+    model.requires_grad_(False)
+    model.eval()
+    model.set_attn_implementation(ATTENTION)
+    return model.to(where)
+
+
+class LocalEngine:
+    """``Engine`` on a model in this process.
+
+    Args:
+        model: a causal LM, a peft model on one, or a routed model; anything with the forward of a transformers causal LM.
+        codec: gives the stop tokens and decodes stop strings.
+        max_rows: rows decoded together; more requests wait for the next batch.
+    """
+
+    def __init__(self, model: Any, codec: ChatCodec, *, max_rows: int = 128) -> None:
+        self.model = model
+        self.codec = codec
+        self.max_rows = max_rows
+        self.n_sampled_tokens = 0
+        self._adapters: dict[str, str] = {}
+        self._waiting: list[_Request] = []
+        self._pump: asyncio.Task[None] | None = None
+
+    @classmethod
+    def from_folder(cls, folder: str, dtype: str = "auto", device: str = "auto", **options: Any) -> LocalEngine:
+        return cls(load_model(folder, dtype, device), ChatCodec.from_model(folder), **options)
+
+    # ------------------------------------------------------------------ Engine
+
+    async def sample(self, prompt_ids: list[int], params: SamplingParams, adapter: str | None = None) -> Sample:
+        if adapter is not None and adapter not in self._adapters:
+            raise AgentError("server", f"adapter {adapter!r} is not loaded; loaded: {sorted(self._adapters) or 'none'}")
+        if not prompt_ids:
+            raise AgentError("nonsense", "the prompt has no tokens")
+        future: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Request(tuple(prompt_ids), params, adapter, future))
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.create_task(self._run())
+        return await future
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        from peft import PeftModel
+
+        peft_name = name.replace(".", "_")
+        if name in self._adapters:
+            raise InputError(f"adapter {name!r} is already loaded; use a new name for new weights")
+        try:
+            if isinstance(self.model, PeftModel):
+                self.model.load_adapter(folder, adapter_name=peft_name)
+            else:
+                self.model = PeftModel.from_pretrained(self.model, folder, adapter_name=peft_name)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise InputError(f"adapter {folder}: cannot be loaded ({str(error).splitlines()[0]})") from None
+        self.model.requires_grad_(False)
+        self.model.eval()
+        self._adapters[name] = peft_name
+
+    def bind(self, name: str, peft_name: str) -> None:
+        """Sample ``name`` from the live weights of a peft adapter that is already on the model."""
+        self._adapters[name] = peft_name
+
+    async def unload_adapter(self, name: str) -> None:
+        self._adapters.pop(name, None)
+
+    async def close(self) -> None:
+        if self._pump is not None:
+            self._pump.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._pump
+
+    # ------------------------------------------------------------------ batching
+
+    async def _run(self) -> None:
+        while self._waiting:
+            seen = -1
+            while seen != len(self._waiting):  # let every episode that is ready ask before the batch starts
+                seen = len(self._waiting)
+                await asyncio.sleep(0)
+            adapter = self._waiting[0].adapter
+            batch = [r for r in self._waiting if r.adapter == adapter][: self.max_rows]
+            chosen = set(map(id, batch))
+            self._waiting = [r for r in self._waiting if id(r) not in chosen]
+            batch = [r for r in batch if not r.future.cancelled()]
+            if not batch:
+                continue
+            try:
+                samples = self.generate([(r.prompt_ids, r.params) for r in batch], adapter)
+            except (RuntimeError, MemoryError) as error:  # out of memory, a shape the model refuses
+                for request in batch:
+                    if not request.future.done():
+                        request.future.set_exception(AgentError("server", f"{type(error).__name__}: {error}"))
+                continue
+            for request, sample in zip(batch, samples, strict=True):
+                if not request.future.done():
+                    request.future.set_result(sample)
+
+    @contextlib.contextmanager
+    def _active(self, adapter: str | None) -> Iterator[None]:
+        if adapter is not None:
+            self.model.set_adapter(self._adapters[adapter])
+            yield
+        elif hasattr(self.model, "disable_adapter") and hasattr(self.model, "peft_config"):
+            with self.model.disable_adapter():
+                yield
+        else:
+            yield
+
+    @torch.inference_mode()
+    def generate(self, rows: Sequence[tuple[Sequence[int], SamplingParams]], adapter: str | None = None) -> list[Sample]:
+        """Sample one continuation per (prompt_ids, params), all on one adapter, in one batch."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with self._active(adapter):
+                return self._generate(rows)
+        finally:
+            if was_training:
+                self.model.train()
+
+    def _generate(self, rows: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Sample]:
+        prompts = list(dict.fromkeys(tuple(p) for p, _ in rows))
+        index = {p: i for i, p in enumerate(prompts)}
+        states = [_Row(params, random.Random(params.seed)) for _, params in rows]
+        for members in self._split(prompts):
+            position = {prompt: k for k, prompt in enumerate(members)}
+            mine = [i for i, (p, _) in enumerate(rows) if index[tuple(p)] in position]
+            cache, logits, keep = self._prefill([prompts[i] for i in members])
+            select = torch.tensor([position[index[tuple(rows[i][0])]] for i in mine], device=logits.device)
+            lengths = torch.tensor([len(rows[i][0]) for i in mine], device=logits.device)
+            batch = _Batch([states[i] for i in mine], cache, select, keep)
+            self._decode(batch, logits.index_select(0, select), lengths)
+        self.n_sampled_tokens += sum(len(s.token_ids) for s in states)
+        return [
+            Sample(tuple(s.token_ids), tuple(s.logprobs), "stop" if s.finish_reason == "stop" else "length")
+            for s in states
+        ]
+
+    def _split(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Prompts that may share a batch: all, or for models with a recurrent state (no padding) those of one length."""
+        if has_only_full_attention(self._base()):
+            return [list(range(len(prompts)))]
+        by_length: dict[int, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            by_length.setdefault(len(prompt), []).append(i)
+        return list(by_length.values())
+
+    def _base(self) -> Any:
+        return self.model.get_base_model() if hasattr(self.model, "peft_config") and hasattr(self.model, "get_base_model") else self.model
+
+    # ------------------------------------------------------------------ prefill and decode
+
+    def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        """Run distinct prompts. Returns the cache, the last logits [U, vocab] and the key mask [U, keys]."""
+        device = self._base().device
+        shared = len(os.path.commonprefix(prompts)) if len(prompts) > 1 else 0
+        shared = min(shared, min(map(len, prompts)) - 1)
+        cache = new_cache(self._base())
+        if shared >= 16:
+            self._forward(torch.tensor([prompts[0][:shared]], device=device), None, None, cache)
+            cache.reorder_cache(torch.zeros(len(prompts), dtype=torch.long, device=device))
+        else:
+            shared = 0
+        rest = [p[shared:] for p in prompts]
+        width = max(map(len, rest))
+        ids = torch.tensor([(0,) * (width - len(r)) + tuple(r) for r in rest], device=device)
+        pad = torch.tensor([width - len(r) for r in rest], device=device)
+        columns = torch.arange(shared + width, device=device)
+        keep = (columns < shared)[None] | (columns[None] >= shared + pad[:, None])  # [U, keys]
+        if len(prompts) == 1 or not bool(pad.any()):
+            logits = self._forward(ids, None, None, cache)
+            return cache, logits[:, -1].float(), keep
+        steps = torch.arange(width, device=device)
+        causal = columns[None, :] <= (shared + steps)[:, None]  # [q, keys]
+        mask = keep[:, None, :] & causal[None]
+        mask |= (columns[None, :] == (shared + steps)[:, None])[None]  # a padding query sees itself, so its softmax is finite
+        positions = (shared + steps[None] - pad[:, None]).clamp_min(0)
+        logits = self._forward(ids, mask[:, None], positions, cache)
+        return cache, logits[:, -1].float(), keep
+
+    def _forward(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None, cache: Any) -> torch.Tensor:
+        out = self.model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        return out.logits
+
+    def _decode(self, batch: _Batch, logits: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Sample until every row is finished. ``logits``: [N, vocab] of the first token; ``lengths``: [N] prompt lengths."""
+        step = 0
+        while True:
+            tokens = self._choose(batch.rows, logits)
+            running = [i for i, row in enumerate(batch.rows) if row.finish_reason is None]
+            if not running:
+                return
+            if len(running) <= 0.75 * len(batch.rows):
+                alive = torch.tensor(running, device=tokens.device)
+                batch.drop(alive)
+                tokens, lengths = tokens[alive], lengths[alive]
+            logits = self._forward(tokens[:, None], None, (lengths + step)[:, None], batch.cache)[:, -1].float()
+            step += 1
+
+    def _choose(self, rows: list[_Row], logits: torch.Tensor) -> torch.Tensor:
+        """Next token of each row by inverse transform sampling, its log-prob, and the rows' finish reasons."""
+        temperatures = torch.tensor([r.params.temperature for r in rows], device=logits.device)
+        greedy = temperatures <= 0
+        if not bool((greedy | (temperatures == 1.0)).all()):
+            logits = logits / torch.where(greedy, 1.0, temperatures)[:, None]
+        normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
+        if bool(greedy.all()):
+            tokens = logits.argmax(dim=-1)
+        else:
+            uniform = torch.tensor([r.rng.random() for r in rows], device=logits.device)
+            tokens = _draw((logits - normaliser).exp_(), uniform)
+            if bool(greedy.any()):
+                tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
+        chosen = (logits.gather(1, tokens[:, None]) - normaliser)[:, 0].tolist()
+        stops = set(self.codec.stop_token_ids)
+        for row, token, logprob in zip(rows, tokens.tolist(), chosen, strict=True):
+            if row.finish_reason is not None:
+                continue
+            row.token_ids.append(token)
+            row.logprobs.append(logprob)
+            if token in stops or (row.params.stop and self._hits_stop_string(row)):
+                row.finish_reason = "stop"
+            elif len(row.token_ids) >= row.params.max_new_tokens:
+                row.finish_reason = "length"
+        return tokens
+
+    def _hits_stop_string(self, row: _Row) -> bool:
+        longest = max(map(len, row.params.stop))
+        tail = self.codec.tokenizer.decode(row.token_ids[-(longest + 8) :])
+        return any(s in tail for s in row.params.stop)
