@@ -1,0 +1,163 @@
+"""LoRA adapters on one frozen base: create, save in both published forms, load.
+
+Forms (README, "Files"): a PEFT folder ``<name>/`` that peft and vLLM load as it is, and ``<name>.safetensors`` with the same
+tensors and the PEFT config in its metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from pipeline.files import InputError, atomic_path, parse_json, read_text, sync_folder
+
+ALL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def lora_config(rank: int, alpha: int, targets: tuple[str, ...] = ALL_LINEARS) -> LoraConfig:
+    """A plain LoRA configuration: scale alpha / rank, no dropout, no bias."""
+    if rank < 1 or alpha < 1:
+        raise InputError(f"--lora-rank {rank} --lora-alpha {alpha}: both must be >= 1")
+    return LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=list(targets), lora_dropout=0.0, bias="none", task_type="CAUSAL_LM"
+    )
+
+
+def attach_adapter(model: Any, name: str, config: LoraConfig, seed: int) -> PeftModel:
+    """Add a fresh adapter (A random, B zero) with fp32 weights to ``model``; the base stays frozen.
+
+    Raises:
+        InputError: no module of the model matches the targets.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            if isinstance(model, PeftModel):
+                model.add_adapter(name, config)
+                peft_model = model
+            else:
+                peft_model = get_peft_model(model, config, adapter_name=name)
+        except ValueError as error:
+            raise InputError(f"--target-modules {sorted(config.target_modules)}: {str(error).splitlines()[0]}") from None
+    activate(peft_model, name)
+    return peft_model
+
+
+def activate(model: PeftModel, name: str) -> None:
+    """Make ``name`` the active, trainable adapter."""
+    model.set_adapter(name)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise RuntimeError(f"{parameter_name}: adapter weights must be fp32, found {parameter.dtype}")
+
+
+def adapter_parameters(model: PeftModel, name: str) -> dict[str, torch.nn.Parameter]:
+    """The LoRA parameters of one adapter, by their names in the model."""
+    return {n: p for n, p in model.named_parameters() if "lora_" in n and f".{name}." in f"{n}."}
+
+
+def adapter_state(model: PeftModel, name: str) -> dict[str, torch.Tensor]:
+    """PEFT's tensors of one adapter (names without the adapter's name), on the CPU."""
+    state = get_peft_model_state_dict(model, adapter_name=name)
+    return {k: v.detach().to("cpu").contiguous() for k, v in state.items()}
+
+
+def restore_adapter(model: PeftModel, name: str, state: dict[str, torch.Tensor]) -> None:
+    """Put ``state`` into the adapter ``name``; every tensor must fit.
+
+    Raises:
+        InputError: names or shapes differ from the adapter's.
+    """
+    expected = adapter_state(model, name)
+    if set(state) != set(expected):
+        odd = sorted(set(state) ^ set(expected))[0]
+        raise InputError(f"adapter {name}: its tensors do not match the model's (first difference: {odd})")
+    for key, value in state.items():
+        if value.shape != expected[key].shape:
+            raise InputError(f"adapter {name}: {key} has shape {tuple(value.shape)}, expected {tuple(expected[key].shape)}")
+    set_peft_model_state_dict(model, state, adapter_name=name)
+
+
+def save_adapter(model: PeftModel, name: str, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
+    """Write the PEFT folder ``folder`` and ``<folder>.safetensors``; a reader never sees half of either.
+
+    Args:
+        dtype: of the tensors on disk; None keeps fp32.
+    """
+    target = Path(folder)
+    state = adapter_state(model, name)
+    if dtype is not None:
+        state = {k: v.to(dtype) for k, v in state.items()}
+    config = _config_dict(model, name)
+    write_peft_folder(target, state, config)
+    metadata = {"format": "pt", "peft_config": json.dumps(config, sort_keys=True), "adapter": name}
+    with atomic_path(target.with_name(target.name + ".safetensors")) as temporary:
+        save_file(state, str(temporary), metadata=metadata)
+
+
+def write_peft_folder(target: Path, state: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    """Build the folder under a temporary name, fsync it and rename it into place."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    old: Path | None = None
+    try:
+        with atomic_path(work / "adapter_model.safetensors") as temporary:
+            save_file(state, str(temporary), metadata={"format": "pt"})
+        with atomic_path(work / "adapter_config.json") as temporary:
+            temporary.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+        work.chmod(0o755)  # a server under another user must be able to read it
+        sync_folder(work)
+        if target.exists():  # a folder cannot be renamed over a full one
+            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+            target.rename(old / "was")
+        work.rename(target)
+        sync_folder(target.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _config_dict(model: PeftModel, name: str) -> dict[str, Any]:
+    config = model.peft_config[name].to_dict()
+    clean = {k: (sorted(v) if isinstance(v, set) else v) for k, v in config.items()}
+    clean["inference_mode"] = True
+    return {k: getattr(v, "value", v) for k, v in clean.items()}
+
+
+def load_adapter_files(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors and PEFT config of either form.
+
+    Raises:
+        InputError: neither form is there, or a file is damaged.
+    """
+    source = Path(path)
+    if source.is_dir():
+        config = parse_json(read_text(source / "adapter_config.json", "adapter config"), f"{source}/adapter_config.json")
+        return _load_tensors(source / "adapter_model.safetensors"), config
+    if not source.is_file():
+        raise InputError(f"adapter {path}: not found; expected a PEFT folder or a .safetensors file")
+    tensors = _load_tensors(source)
+    with safe_open(str(source), framework="pt") as file:
+        metadata = file.metadata() or {}
+    if "peft_config" not in metadata:
+        raise InputError(f"adapter {path}: no peft_config in its metadata; give the PEFT folder instead")
+    return tensors, parse_json(metadata["peft_config"], f"adapter {path} metadata")
+
+
+def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    if not path.is_file():
+        raise InputError(f"adapter file {path}: not found")
+    try:
+        return load_file(str(path))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise InputError(f"adapter file {path}: damaged or not safetensors ({error})") from None
