@@ -1,0 +1,111 @@
+"""``configs/moe_gate.yaml`` as one typed object: what every command around the gate reads."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from moe_gate.routing import RoutingGranularity, RoutingMode, RoutingScope
+from pipeline.files import InputError, check, read_text
+
+
+class VllmSection(BaseModel):
+    """How the trained model is served; arguments after the model's folder."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    serve_args: list[str] = []
+    base_urls: list[str] = []
+
+
+class GateConfig(BaseModel):
+    """The gate's configuration. Paths are relative to the working directory.
+
+    Args:
+        adapter_names: capabilities in slot order; each is ``<adapter_dir>/<name>/`` or
+            ``<adapter_dir>/<name>.safetensors``.
+        target_modules: when given, must agree with what the adapters touch.
+        total_steps: optimiser steps per round; 0 = three passes over the data.
+        batch_size: episodes per optimiser step, times ``gradient_accumulation``.
+        lr: of the gate weights, on features divided by their root mean square (folded into the weights afterwards).
+        bias_lr: of the gate biases; a bias of 5 has to be overcome in a few hundred steps.
+        sft_data: JSONL of ``{"prompt", "capability_name"}``; null = none.
+        grpo_data_glob: rollout files whose successful episodes are labelled with their ``adapter``; null = none.
+        min_reward: an episode counts as successful from this reward on.
+        label_tokens: ``all`` (prompt tokens too: their keys and values depend on their route) or ``action``.
+        on_policy_rounds: further rounds on the hidden states that the gate's own routes produce.
+        max_length: longer episodes are cut at the end.
+        max_tokens_in_memory: token features kept for training, per layer; episodes beyond it are left out (and
+            counted).
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    run_name: str = "gate"
+    output_dir: str
+    base_model: str
+    adapter_dir: str
+    adapter_names: list[str] = Field(min_length=1)
+    routing_scope: RoutingScope = "per_layer"
+    routing_granularity: RoutingGranularity = "token"
+    routing_mode: RoutingMode = "top1"
+    global_layer: int = Field(default=0, ge=0)
+    target_modules: list[str] | None = None
+    include_base_slot: bool = True
+    base_bias: float = 5.0
+    dtype: Literal["bfloat16", "float32", "float16", "auto"] = "auto"
+    seed: int = 0
+
+    optimizer: Literal["adamw"] = "adamw"
+    lr: float = Field(default=5e-4, gt=0)
+    bias_lr: float = Field(default=5e-2, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    total_steps: int = Field(default=0, ge=0)
+    batch_size: int = Field(default=16, ge=1)
+    gradient_accumulation: int = Field(default=1, ge=1)
+    load_balance_coef: float = Field(default=0.001, ge=0)
+
+    sft_data: str | None = None
+    grpo_data_glob: str | None = None
+    min_reward: float = 1.0
+    label_tokens: Literal["all", "action"] = "all"
+    on_policy_rounds: int = Field(default=1, ge=0)
+    val_fraction: float = Field(default=0.2, gt=0, lt=0.9)
+    eval_every: int = Field(default=10, ge=1)
+    patience: int = Field(default=5, ge=1)
+    max_length: int = Field(default=4096, ge=8)
+    max_tokens_in_memory: int = Field(default=50_000, ge=100)
+    forward_batch_size: int = Field(default=16, ge=1)
+    vllm: VllmSection = VllmSection()
+
+    @model_validator(mode="after")
+    def _names_are_distinct(self) -> GateConfig:
+        if len(set(self.adapter_names)) < len(self.adapter_names) or "base" in self.adapter_names:
+            raise ValueError("adapter_names must be distinct and none may be 'base'")
+        return self
+
+
+def load_gate_config(path: str | os.PathLike[str], overrides: dict[str, Any] | None = None) -> GateConfig:
+    """Read and check a gate configuration; ``overrides`` replace top-level keys.
+
+    Raises:
+        InputError: missing file, not YAML, an unknown key (the nearest known one is named) or a wrong value.
+    """
+    try:
+        data = yaml.safe_load(read_text(path, "configuration"))
+    except yaml.YAMLError as error:
+        raise InputError(f"configuration {path}: not valid YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(data, dict):
+        raise InputError(f"configuration {path}: expected keys and values, found {type(data).__name__}")
+    data |= overrides or {}
+    for key in data:
+        if key not in GateConfig.model_fields:
+            near = difflib.get_close_matches(str(key), GateConfig.model_fields, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InputError(f"configuration {path}: unknown key {key}{hint}")
+    return check(GateConfig, data, f"configuration {path}")
