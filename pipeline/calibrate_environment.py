@@ -8,7 +8,6 @@ without a hint, because hints are taken away before the update; hinted ones are 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeline.calibration_stats import Estimate, GroupStats, group_stats, wilson
+from pipeline.command_line import Parser
 from pipeline.files import InputError, run_cli, write_json
 from pipeline.rollout_schema import Rollout, RolloutFile, load_rollouts
 
@@ -236,8 +236,8 @@ def _parse_ks(text: str, group_size: int) -> tuple[int, ...]:
     return tuple(k for k in ks if k <= group_size) or (1,)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Formatter)
+def _parser() -> Parser:
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("rollouts", metavar="F", help="rollouts file of train.collect_rollouts")
     add("--group-size", type=int, default=16, help="rollouts per seed that were collected")
@@ -249,10 +249,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="seed of the bootstrap")
     add("--json-output", metavar="R", default=None, help="write the report here")
     return parser
-
-
-class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    pass
 
 
 def main(argv: Sequence[str] | None = None) -> int:
