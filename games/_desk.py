@@ -35,6 +35,12 @@ SYSTEM_PROMPT = (
 STATUS_REQUIRED = {"cancel": "pending", "return": "delivered"}  # the policy, as data
 STATUSES = ("pending", "shipped", "delivered")
 
+ITEM_WORDS = (
+    "lamp desk sofa chair phone radio watch shirt clock mirror camera kettle blanket guitar bottle basket "
+    "jacket carpet pillow candle helmet wallet ladder printer"
+)
+ITEMS = tuple(ITEM_WORDS.split())  # the benchmark sells other things
+
 MAX_GEN_TOKENS = 32  # a call takes 18 or 19 tokens with its end-of-turn token
 
 

@@ -11,15 +11,11 @@ from __future__ import annotations
 import random
 
 from game_registry import GameSpec, Message, register_game
-from games._desk import MAX_GEN_TOKENS, REQUESTS, OneCallGame, opening, table
+from games._desk import ITEMS, MAX_GEN_TOKENS, REQUESTS, OneCallGame, opening, table
 from games._tool_game import oracle_of
 
 NAME = "capability_structured_data_reasoning"
 ROWS = 3
-ITEMS = tuple(
-    "lamp desk sofa chair phone radio watch shirt clock mirror camera kettle blanket guitar bottle basket "
-    "jacket carpet pillow candle helmet wallet ladder printer".split()  # noqa: SIM905
-)
 
 
 class StructuredDataReasoningGame(OneCallGame):

@@ -11,14 +11,10 @@ from __future__ import annotations
 import random
 
 from game_registry import GameSpec, Message, register_game
-from games._desk import MAX_GEN_TOKENS, REQUESTS, OneCallGame, opening
+from games._desk import ITEMS, MAX_GEN_TOKENS, REQUESTS, OneCallGame, opening
 from games._tool_game import oracle_of
 
 NAME = "capability_tool_calling_precision"
-ITEMS = tuple(
-    "lamp desk sofa chair phone radio watch shirt clock mirror camera kettle blanket guitar bottle basket "
-    "jacket carpet pillow candle helmet wallet ladder printer".split()  # noqa: SIM905
-)
 
 
 def decoy_tool_request(rng: random.Random, tool: str, number: int, decoy: int) -> str:
@@ -63,8 +59,8 @@ register_game(
         hint_prompt="Hint: call the tool that the customer asks for, on the order that the customer means.",
         description=(
             "The agent calls exactly the tool that a request means, with the right argument, as one well-formed call. "
-            "It is lacking when the call cannot be read, names another tool, or takes a number that is not the order's, "
-            "such as a price."
+            "It is lacking when the call cannot be read, names another tool, or takes a number that is not the "
+            "order's, such as a price."
         ),
     )
 )

@@ -39,10 +39,11 @@ from tool_calls import Action
 
 NAME = "helpdesk"
 KIND_WEIGHTS = {"structured": 4, "precision": 4, "precondition": 1, "multi_step": 1}
-ITEMS = tuple(  # none of them occurs in the capability environments
+ITEM_WORDS = (
     "stove bench tablet laptop ring coat scarf vase frame drone towel piano flask crate sweater rug "
-    "sheet torch glove purse shovel monitor pencil saddle".split()  # noqa: SIM905
+    "sheet torch glove purse shovel monitor pencil saddle"
 )
+ITEMS = tuple(ITEM_WORDS.split())  # none of them occurs in the capability environments
 N_ORDERS = 6  # orders in the database; a request shows at most three of them
 EFFECTS = {"cancel": "cancelled", "return": "return started", "hold": "held"}
 
@@ -62,8 +63,8 @@ CANDIDATES = [
         "name": "tool_calling_precision",
         "description": (
             "The agent calls exactly the tool that a request means, with the right argument, as one well-formed call. "
-            "It is lacking when the call cannot be read, names another tool, or takes a number that is not the order's, "
-            "such as a price."
+            "It is lacking when the call cannot be read, names another tool, or takes a number that is not the "
+            "order's, such as a price."
         ),
     },
     {
@@ -105,7 +106,7 @@ class Task:
 
 
 def apply_call(orders: dict[int, Order], call: Call) -> str:
-    """Change the database as the tool does, and say what happened. The policy is the agent's business, not the tools'."""
+    """Change the database as the tool does, and say what happened. The policy is the agent's business, not theirs."""
     tool, number = call
     order = orders.get(number)
     if order is None:
