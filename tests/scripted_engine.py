@@ -1,4 +1,4 @@
-"""An engine whose policy is a function from the prompt's text to the answer's text: deterministic, no model, no server."""
+"""An engine whose policy is a function from the prompt's text to the answer's: deterministic, no model, no server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Policy = Callable[[str, SamplingParams], str | list[int]]
 
 
 class ScriptedEngine:
-    """``Engine`` for tests. ``policy`` answers with text (its end-of-turn token is added) or with token ids as they are."""
+    """``Engine`` for tests. ``policy`` answers with text (the end-of-turn token is added) or with token ids."""
 
     def __init__(self, codec: ChatCodec, policy: Policy, delay_s: float = 0.0) -> None:
         self.codec, self.policy, self.delay_s = codec, policy, delay_s

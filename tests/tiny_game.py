@@ -1,4 +1,4 @@
-"""A two-turn environment for tests of sampling: call ``answer`` with the number in the question; a second try is worth half.
+"""A two-turn environment for tests: call ``answer`` with the number in the question; a second try is worth half.
 
 A seed >= 9000 misbehaves in its own way, so that every fault of an environment can be provoked.
 """
