@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pipeline.files import InputError
-from pipeline.readers import rollouts, tau1, tau2
+from pipeline.readers import chat, coding_agents, inspect_log, rollouts, swebench, tau1, tau2, toolsandbox
 from pipeline.readers.sniff import FAMILIES, Format, detect
 from pipeline.readers.trajectory import Trajectory
 
@@ -19,8 +19,14 @@ READERS: dict[Format, Reader] = {
     "tau2_rollout": tau2.read_rollout,
     "tau-bench": tau1.read,
     "rollouts": rollouts.read,
+    "mini-swe-agent": coding_agents.read_mini,
+    "swe-agent": coding_agents.read_swe_agent,
+    "toolsandbox": toolsandbox.read,
+    "inspect": inspect_log.read,
+    "openai": chat.read,
 }
-SUFFIXES = (".json", ".jsonl", ".ndjson", ".traj")
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".traj", ".eval")
+PARTS_OF_OTHERS = ("conversation.json", "execution_context.json")  # ToolSandbox: read through its result_summary.json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +88,18 @@ def _walk(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             yield from _walk(path)
-        elif path.suffix in SUFFIXES and not path.name.startswith("."):
+        elif path.suffix in SUFFIXES and not path.name.startswith(".") and path.name not in PARTS_OF_OTHERS:
             yield path
 
 
 def trajectories(plan: Plan, threshold: float) -> Iterator[Trajectory]:
-    """Every trajectory of the plan, one at a time."""
+    """Every trajectory of the plan, one at a time; SWE-bench verdicts are read first and joined."""
+    verdicts = swebench.Verdicts()
     for path, name in plan.inputs:
-        yield from READERS[name](path, threshold)
+        if name not in READERS:
+            swebench.read_verdicts(path, name, verdicts)
+    for path, name in plan.inputs:
+        if name in READERS:
+            for trajectory in READERS[name](path, threshold):
+                yield verdicts.join(trajectory) if trajectory.benchmark == "swebench" else trajectory
+    yield from verdicts.without_trajectory()

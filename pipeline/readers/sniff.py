@@ -69,17 +69,19 @@ def outline(path: Path) -> Shape:
         shape.inner[""] = set(first) if isinstance(first, dict) else set()
         return shape
     shape = Shape()
-    depth, key = 0, ""
+    depth, key, element_depth = 0, "", 1
     complete: set[str] = set()  # top-level keys whose first inner object was seen
     with open_json(path) as file:
         for event, value in ijson.basic_parse(file, use_float=True):
             if event in ("start_map", "start_array"):
                 if depth == 0:
                     shape.kind = "object" if event == "start_map" else "array"
+                elif depth == 1 and shape.kind == "object":
+                    element_depth = 1 if event == "start_map" else 2  # depth outside the object that is looked at
                 depth += 1
             elif event in ("end_map", "end_array"):
                 depth -= 1
-                if event == "end_map" and depth in (1, 2):
+                if event == "end_map" and depth == element_depth:
                     complete.add(key)
                     if shape.kind == "array" or key == "simulations":
                         break
@@ -89,16 +91,9 @@ def outline(path: Path) -> Shape:
                     shape.keys.append(value)
                     if len(shape.keys) >= MAX_KEYS:
                         break
-                elif depth in (2, 3) and key not in complete:
-                    _note(shape, key, depth, value)
+                elif depth == element_depth + 1 and key not in complete:
+                    shape.inner.setdefault(key, set()).add(value)
     return shape
-
-
-def _note(shape: Shape, key: str, depth: int, value: str) -> None:
-    """Keys at depth 2 belong to an object value, at depth 3 to the first element of an array value."""
-    seen = shape.inner.setdefault(key, set())
-    if depth == 2 or shape.kind == "object":
-        seen.add(value)
 
 
 SUMMARY_KEYS = {"resolved_ids", "resolved", "unresolved_ids", "error_ids", "completed_ids", "ids_resolved"}
@@ -112,6 +107,8 @@ def detect(path: Path) -> Format | None:
     """
     if path.is_dir():
         return "tau2_dir" if (path / "results.json").is_file() and (path / "simulations").is_dir() else None
+    if path.suffix == ".eval":
+        return "inspect"
     shape = outline(path)
     if shape.kind == "array":
         return _of_array(shape.inner.get("", set()), path)

@@ -47,8 +47,9 @@ class Trajectory:
 
     @property
     def id(self) -> str:
-        """``domain:task``, with ``#trial`` from the second trial on."""
-        head = f"{self.domain}:{self.task_id}" if self.domain else self.task_id
+        """``domain:task`` (an SWE-bench instance id stands alone), with ``#trial`` from the second trial on."""
+        alone = not self.domain or self.benchmark == "swebench"
+        head = self.task_id if alone else f"{self.domain}:{self.task_id}"
         return f"{head}#{self.trial}" if self.trial else head
 
 
@@ -138,10 +139,27 @@ def calls_of(message: dict[str, Any], where: str) -> list[tuple[str, str]]:
     return found
 
 
+def from_responses(raw: dict[str, Any]) -> dict[str, Any]:
+    """An item of the Responses API as a chat message; anything else as it is."""
+    if raw.get("type") == "function_call_output":
+        return {"role": "tool", "content": raw.get("output")}
+    if raw.get("type") == "function_call":
+        return {"role": "assistant", "tool_calls": [raw]}
+    output = raw.get("output")
+    if raw.get("object") != "response" or not isinstance(output, list):
+        return raw
+    parts = [o for o in output if isinstance(o, dict)]
+    text = [text_of(o.get("content")) for o in parts if o.get("type") == "message"]
+    calls = [o for o in parts if o.get("type") == "function_call"]
+    return {"role": "assistant", "content": "\n".join(text), "tool_calls": calls}
+
+
 def compact_message(raw: Any, index: int, limits: Limits, tally: Tally, where: str) -> dict[str, Any]:
     """A raw message as the fields of ``records.Message``."""
     if not isinstance(raw, dict):
         raise InputError(f"{where}: message {index}: expected an object, found {describe(raw)}")
+    if "role" not in raw:
+        raw = from_responses(raw)
     role = raw.get("role")
     if not isinstance(role, str) or not role:
         raise InputError(f"{where}: message {index}: expected a role, found {describe(raw)}")
