@@ -198,6 +198,8 @@ class ScriptedServer:
         body = await request.json()  # read once by aiohttp, then kept
         if (refusal := self._unknown_model(body)) is not None:
             return refusal
+        if not 0 <= body.get("temperature", 1.0) <= 2:
+            return web.json_response({"error": {"message": "temperature must be in [0, 2]"}}, status=400)
         with self._counted():
             await asyncio.sleep(self.delay_s)
             prompt, limit = body["prompt"], body["max_tokens"]

@@ -60,12 +60,7 @@ class RolloutLog:
             self._read_partial()
         else:
             self.partial.unlink(missing_ok=True)
-        try:
-            self._log = JsonlLog(self.partial)
-            if self.partial.stat().st_size == 0:
-                self._log.append({"header": self.settings})
-        except OSError as error:
-            raise InputError(f"{self.partial}: cannot be written ({error.strerror}); choose another --output") from None
+        self._log: JsonlLog | None = None
 
     def _read_output(self) -> None:
         """A finished file with the same settings is a start for more seeds or samples; any other is replaced."""
@@ -89,6 +84,9 @@ class RolloutLog:
             return
         found = header.get("header") if isinstance(header, dict) else None
         if found != self.settings:
+            if isinstance(found, dict) and next(records, None) is None:  # begun, but nothing was sampled
+                self.partial.unlink()
+                return
             raise InputError(f"{self.partial}: {_difference(found, self.settings)}; use --no-resume to start anew")
         for entry in records:
             self.entries[entry_key(entry)] = entry
@@ -99,13 +97,17 @@ class RolloutLog:
         Raises:
             InputError: the disk is full or gone.
         """
-        self.entries[entry_key(entry)] = entry
         try:
+            if self._log is None:  # not before there is something to keep
+                self._log = JsonlLog(self.partial)
+                if self.partial.stat().st_size == 0:
+                    self._log.append({"header": self.settings})
             self._log.append(entry)
         except OSError as error:
             raise InputError(
                 f"{self.partial}: cannot be written ({error.strerror}); free space and run again"
             ) from None
+        self.entries[entry_key(entry)] = entry
 
     def finish(self, wanted: Iterable[Key], info: Mapping[str, Any]) -> None:
         """Write the final file atomically with exactly the entries asked for, then drop the log."""
@@ -119,11 +121,12 @@ class RolloutLog:
             "simulations": chosen,
         }
         write_json(self.output, data, indent=None)
-        self._log.close()
+        self.close()
         self.partial.unlink(missing_ok=True)
 
     def close(self) -> None:
-        self._log.close()
+        if self._log is not None:
+            self._log.close()
 
 
 def _difference(found: Any, wanted: Mapping[str, Any]) -> str:

@@ -36,7 +36,7 @@ from train.vllm_protocol import (
 MAX_TRIES = 5  # per turn, beside re-dispatch from servers that died
 MAX_TIMEOUTS = 2  # a request that ran into its deadline twice is not tried a third time
 LORA_REMEDY = "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
-PROBE_TEMPERATURE = 4.0
+PROBE_TEMPERATURE = 2.0  # the highest that servers take
 SAME_LOGPROB = 0.05  # two runs of one prompt in bf16 differ by less
 
 
