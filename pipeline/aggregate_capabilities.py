@@ -10,14 +10,17 @@ candidates. Thresholds are exact: 0.20 means 1/5. Exit codes: 0 = selected, 1 = 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from pipeline import evidence
 from pipeline.candidates import CandidateFile, load_candidates
-from pipeline.command_line import Parser, rational
+from pipeline.command_line import Parser, positive_int, rational
+from pipeline.cross_check import cross_check
 from pipeline.files import InputError, run_cli
 from pipeline.labels import LabelSet, find_runs, load_runs
 from pipeline.selection import Candidate, Thresholds, candidates, ranked
@@ -40,6 +43,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--k", default="8", help="runs in which a capability must pass")
     parser.add_argument("--candidates", help="candidate_capabilities.json, for descriptions and names")
     parser.add_argument("--export", default="pipeline/selected_capabilities.json", help="selection array to write")
+    parser.add_argument("--summaries", help="summaries file: checks ids, outcomes and quotes, and reports faults")
+    parser.add_argument("--allow-score-ids", action="store_true", help="accept labels for the score part of a split")
+    parser.add_argument("--resamples", type=positive_int, default=2000, help="bootstrap samples and permutations")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the resampling")
     parser.add_argument("--check", action="store_true", help="check the runs, print the table, write nothing")
     return parser.parse_args(arguments)
 
@@ -91,10 +98,14 @@ def aggregate(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str,
     proposed = load_candidates(args.candidates) if args.candidates else None
     unlabelled = [Candidate(name, (None,) * len(labels.attempts), ()) for name in check_names(labels, proposed)]
     found = ranked(candidates(labels) + unlabelled)
+    facts = cross_check(labels, args.summaries, allow_score=args.allow_score_ids) if args.summaries else None
     previous = previous_entries(export)
     described = descriptions_of(proposed)
     entries = [entry(c, thresholds, previous.get(c.name), described) for c in found if c.selected(thresholds)]
-    return entries, build_report(labels, thresholds, found, previous, described)
+    report = build_report(labels, thresholds, found, previous, described)
+    report["evidence"] = evidence.build(labels, found, thresholds, resamples=args.resamples, seed=args.seed)
+    report["summaries"] = {"file": args.summaries} | dataclasses.asdict(facts) if facts else None
+    return entries, report
 
 
 def build_report(
@@ -119,12 +130,18 @@ def build_report(
 
 
 def table(report: dict[str, Any]) -> str:
-    """The candidates as text, best first."""
-    lines = [f"{'capability':40} {'Cov':>6} {'Delta':>6} {'runs':>6}  verdict"]
+    """The candidates as text, best first, with the 95 % interval of Delta and the agreement of the runs."""
+    lines = [f"{'capability':40} {'Cov':>6} {'Delta':>6} {'95 % interval':>16} {'kappa':>6} {'runs':>6}  verdict"]
     for c in report["candidates"]:
-        verdict = "selected" if c["selected"] else "-"
+        per = report["evidence"]["per_capability"].get(c["skill"])
+        interval = "[{:.3f}, {:.3f}]".format(*per["delta_interval"]) if per else "-"
+        kappa = f"{per['kappa']:.2f}" if per and per["kappa"] is not None else "-"
         runs = f"{c['n_runs_passed']}/{c['n_runs_total']}"
-        lines.append(f"{c['skill']:40} {c['mean_cov']:6.3f} {c['mean_delta']:6.3f} {runs:>6}  {verdict}")
+        lines.append(
+            f"{c['skill']:40} {c['mean_cov']:6.3f} {c['mean_delta']:6.3f} {interval:>16} {kappa:>6} {runs:>6}  "
+            f"{'selected' if c['selected'] else '-'}"
+        )
+    lines += [f"warning: {w}" for w in report["evidence"]["warnings"]]
     return "\n".join(lines)
 
 
