@@ -121,7 +121,7 @@ class ToolGame:
         """Set the state of one task and return the messages that open the conversation."""
         raise NotImplementedError
 
-    def call(self, action: Action) -> str | list[Message]:
+    def call(self, action: Action) -> str:
         """Carry out a call whose name and arguments were checked; return what the policy sees."""
         raise NotImplementedError
 
@@ -176,33 +176,28 @@ class ToolGame:
             self._append({"role": "assistant", "content": text}, _user(self.respond(text)))
         else:
             call = json.dumps(action, ensure_ascii=False)
-            self._append({"role": "assistant", "content": call}, *self._dispatch(action))
+            self._append({"role": "assistant", "content": call}, {"role": "tool", "content": self._dispatch(action)})
 
     # ---- inside
 
     def _append(self, *messages: Message) -> None:
         self._messages.extend(messages)
 
-    def _dispatch(self, action: Action) -> list[Message]:
+    def _dispatch(self, action: Action) -> str:
         tool = next((t for t in self.tools if t.name == action["name"]), None)
         if tool is None:
             self.reason = "unknown tool"
             known = ", ".join(t.name for t in self.tools)
-            return [_tool(f"Error: there is no tool {action['name'][:40]!r}; expected one of {known}.")]
+            return f"Error: there is no tool {action['name'][:40]!r}; expected one of {known}."
         fault = check_arguments(tool, action["arguments"])
         if fault is not None:
             self.reason = "arguments do not fit the schema"
-            return [_tool(f"Error: {fault}.")]
-        seen = self.call(action)
-        return [_tool(seen)] if isinstance(seen, str) else seen
+            return f"Error: {fault}."
+        return self.call(action)
 
 
 def _user(text: str) -> Message:
     return {"role": "user", "content": text}
-
-
-def _tool(text: str) -> Message:
-    return {"role": "tool", "content": text}
 
 
 def oracle_of(make_env: Callable[[], ToolGame]) -> Callable[[int], list[Action]]:

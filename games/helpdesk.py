@@ -48,6 +48,7 @@ N_ORDERS = 6  # orders in the database; a request shows at most three of them
 EFFECTS = {"cancel": "cancelled", "return": "return started", "hold": "held"}
 
 Call = tuple[str, int]
+Turn = Call | Literal["invalid", "text"]
 Label = Literal["NA", "PRESENT", "LACKING"]
 
 CANDIDATES = [
@@ -224,19 +225,19 @@ class HelpdeskGame(ToolGame):
 # --------------------------------------------------------------------------- what was needed, what was shown
 
 
-def read_calls(messages: Sequence[Message]) -> list[Call | None]:
-    """The agent's turns in order: a valid call, or None for anything else. Example turns carry no ``tool_calls``."""
-    turns: list[Call | None] = []
+def read_turns(messages: Sequence[Message]) -> list[Turn]:
+    """What the agent did, turn by turn: a valid call, ``invalid`` for an attempt at one, ``text`` for plain text."""
+    turns: list[Turn] = []
     n_examples = sum(m["role"] == "assistant" for m in opening(""))
     for message in [m for m in messages if m.get("role") == "assistant"][n_examples:]:
-        calls = message.get("tool_calls") or [None]
-        turns += [_valid_call(call) for call in calls]
+        calls = message.get("tool_calls") or []
+        turns += [_valid_call(call) or "invalid" for call in calls]
+        if not calls:
+            turns.append("invalid" if "{" in str(message.get("content")) else "text")
     return turns
 
 
-def _valid_call(call: dict[str, Any] | None) -> Call | None:
-    if call is None:
-        return None
+def _valid_call(call: dict[str, Any]) -> Call | None:
     tool = next((t for t in TOOLS if t.name == call["function"]["name"]), None)
     raw = call["function"]["arguments"]
     arguments = json.loads(raw) if isinstance(raw, str) else raw
@@ -252,9 +253,9 @@ def capability_checks(seed: int, messages: Sequence[Message]) -> dict[str, Label
     would have done, so it counts against tool calling precision alone; in doubt a label is PRESENT.
     """
     task = draw_task(seed)
-    turns = read_calls(messages)
-    calls = [call for call in turns if call is not None]
-    precise = bool(calls) and None not in turns and all(_is_precise(task, call) for call in calls)
+    turns = read_turns(messages)
+    calls = [turn for turn in turns if not isinstance(turn, str)]
+    precise = bool(calls) and len(calls) == len(turns) and all(_is_precise(task, call) for call in calls)
     return {
         "structured_data_reasoning": _label(task.kind == "structured", all(c[1] == task.calls[0][1] for c in calls)),
         "tool_calling_precision": _label(True, precise),
@@ -281,11 +282,11 @@ def _is_decided(task: Task, call: Call) -> bool:
     return call[0] == task.calls[0][0] or call[0] not in (task.decided, "deny")
 
 
-def _is_carried_through(task: Task, turns: Sequence[Call | None]) -> bool:
-    """Once the first part was done, the next call must be the second part; before that nothing can be said."""
+def _is_carried_through(task: Task, turns: Sequence[Turn]) -> bool:
+    """Once the first part was done, the next turn must be the second one, or at least a try at a call."""
     if not turns or turns[0] != task.calls[0]:
         return True
-    return len(turns) > 1 and (turns[1] is None or turns[1] == task.calls[1])
+    return len(turns) > 1 and turns[1] in ("invalid", task.calls[1])
 
 
 register_game(
