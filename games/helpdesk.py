@@ -157,12 +157,14 @@ def _precision(rng: random.Random, orders: dict[int, Order]) -> Task:
 
 
 def _precondition(rng: random.Random, orders: dict[int, Order]) -> Task:
-    number, order = next(iter(orders.items()))
+    (number, order), (other, other_order) = list(orders.items())[:2]
     tool = rng.choice(list(STATUS_REQUIRED))
     allowed = rng.random() < 0.5
     forbidden = [status for status in STATUSES if status != STATUS_REQUIRED[tool]]
     order.status = STATUS_REQUIRED[tool] if allowed else rng.choice(forbidden)
-    request = f"Order {number} is {order.status}. {tool.capitalize()} it."
+    states = [f"Order {number} is {order.status}.", f"Order {other} is {other_order.status}."]
+    rng.shuffle(states)
+    request = f"{' '.join(states)} {tool.capitalize()} order {number}."
     return Task("precondition", request, orders, ((tool if allowed else "deny", number),), decided=tool)
 
 
