@@ -35,7 +35,9 @@ class ChatCodec:
         self.stop_token_ids = tuple(dict.fromkeys(int(i) for i in stop_token_ids))
         self.template_kwargs = template_kwargs or {}
         if not getattr(tokenizer, "chat_template", None):
-            raise InputError("the tokenizer has no chat template; use an instruct model or add chat_template.jinja to its folder")
+            raise InputError(
+                "the tokenizer has no chat template; use an instruct model or add chat_template.jinja to its folder"
+            )
         closing = self._between([])
         if not closing or closing[0] not in self.stop_token_ids:
             token = tokenizer.decode(closing[:1])
@@ -55,7 +57,9 @@ class ChatCodec:
             tokenizer = AutoTokenizer.from_pretrained(folder)
             config = AutoConfig.from_pretrained(folder)
         except (OSError, ValueError) as error:
-            raise InputError(f"model {folder}: cannot be loaded ({str(error).splitlines()[0]}); check --model") from None
+            raise InputError(
+                f"model {folder}: cannot be loaded ({str(error).splitlines()[0]}); check --model"
+            ) from None
         try:
             eos = GenerationConfig.from_pretrained(folder).eos_token_id
         except OSError:
@@ -98,7 +102,9 @@ class ChatCodec:
         text = self._render(conversation, None, generate=bool(new_messages))
         _, found, tail = text.rpartition(_MARK)
         if not found:
-            raise InputError("the chat template does not print the content of assistant turns; it cannot be trained with")
+            raise InputError(
+                "the chat template does not print the content of assistant turns; it cannot be trained with"
+            )
         return self._encode(tail)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None, *, generate: bool) -> str:

@@ -28,7 +28,9 @@ def head_weight(model: Any) -> torch.Tensor:
     base = base_model(model)
     head = base.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or head.bias is not None:
-        raise InputError(f"model head {type(head).__name__}: expected a frozen linear layer without bias; do not target lm_head")
+        raise InputError(
+            f"model head {type(head).__name__}: expected a frozen linear layer without bias; do not target lm_head"
+        )
     if getattr(base.config.get_text_config(), "final_logit_softcapping", None):
         raise InputError(f"model type {base.config.model_type}: a logit cap on the head is not supported")
     return head.weight
@@ -53,8 +55,7 @@ def action_logprobs(model: Any, pack: Pack, temperature: float, chunk: int = 102
     """
     base = base_model(model)
     pack = pack.to(base.device)
-    alone = bool(pack.ancestors.all(dim=-1).any()) and len(pack.episodes) == 1  # one chain: plain causal attention
-    mask = None if alone else pack.attention_mask()
+    mask = None if len(pack.episodes) == 1 else pack.attention_mask()  # one episode: plain causal attention
     hidden = base.get_decoder()(
         input_ids=pack.input_ids[None], attention_mask=mask, position_ids=pack.position_ids[None], use_cache=False
     ).last_hidden_state[0]

@@ -144,7 +144,9 @@ def attention(
     """SDPA, except for a decode step over shared prompts. Shapes as in transformers' attention interface."""
     if isinstance(key, SharedKeys) and isinstance(value, SharedKeys):
         return branching_attention(query, key, value, scaling), None
-    out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    out, _ = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
     return out, None
 
 

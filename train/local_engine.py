@@ -227,7 +227,9 @@ class LocalEngine:
             yield
 
     @torch.inference_mode()
-    def generate(self, rows: Sequence[tuple[Sequence[int], SamplingParams]], adapter: str | None = None) -> list[Sample]:
+    def generate(
+        self, rows: Sequence[tuple[Sequence[int], SamplingParams]], adapter: str | None = None
+    ) -> list[Sample]:
         """Sample one continuation per (prompt_ids, params), all on one adapter, in one batch."""
         was_training = self.model.training
         self.model.eval()
@@ -266,7 +268,11 @@ class LocalEngine:
         return list(by_length.values())
 
     def _base(self) -> Any:
-        return self.model.get_base_model() if hasattr(self.model, "peft_config") and hasattr(self.model, "get_base_model") else self.model
+        return (
+            self.model.get_base_model()
+            if hasattr(self.model, "peft_config") and hasattr(self.model, "get_base_model")
+            else self.model
+        )
 
     # ------------------------------------------------------------------ prefill and decode
 
@@ -293,14 +299,23 @@ class LocalEngine:
         steps = torch.arange(width, device=device)
         causal = columns[None, :] <= (shared + steps)[:, None]  # [q, keys]
         mask = keep[:, None, :] & causal[None]
-        mask |= (columns[None, :] == (shared + steps)[:, None])[None]  # a padding query sees itself, so its softmax is finite
+        mask |= (columns[None, :] == (shared + steps)[:, None])[
+            None
+        ]  # a padding query sees itself, so its softmax is finite
         positions = (shared + steps[None] - pad[:, None]).clamp_min(0)
         logits = self._forward(ids, mask[:, None], positions, cache)
         return cache, logits[:, -1].float(), keep
 
-    def _forward(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None, cache: Any) -> torch.Tensor:
+    def _forward(
+        self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None, cache: Any
+    ) -> torch.Tensor:
         out = self.model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
         )
         return out.logits
 

@@ -48,7 +48,9 @@ def convert(gguf: Path, out: Path, dtype: str = "bfloat16") -> None:
             del model.config.quantization_config
         model.save_pretrained(work)
         tokenizer.save_pretrained(work)
-        (work / "trace_source.json").write_text(json.dumps({"gguf": gguf.name, "bytes": gguf.stat().st_size, "dtype": dtype}))
+        (work / "trace_source.json").write_text(
+            json.dumps({"gguf": gguf.name, "bytes": gguf.stat().st_size, "dtype": dtype})
+        )
         if out.exists():
             shutil.rmtree(out)
         work.rename(out)

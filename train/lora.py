@@ -47,7 +47,9 @@ def attach_adapter(model: Any, name: str, config: LoraConfig, seed: int) -> Peft
             else:
                 peft_model = get_peft_model(model, config, adapter_name=name)
         except ValueError as error:
-            raise InputError(f"--target-modules {sorted(config.target_modules)}: {str(error).splitlines()[0]}") from None
+            raise InputError(
+                f"--target-modules {sorted(config.target_modules)}: {str(error).splitlines()[0]}"
+            ) from None
     activate(peft_model, name)
     return peft_model
 
@@ -83,25 +85,37 @@ def restore_adapter(model: PeftModel, name: str, state: dict[str, torch.Tensor])
         raise InputError(f"adapter {name}: its tensors do not match the model's (first difference: {odd})")
     for key, value in state.items():
         if value.shape != expected[key].shape:
-            raise InputError(f"adapter {name}: {key} has shape {tuple(value.shape)}, expected {tuple(expected[key].shape)}")
+            raise InputError(
+                f"adapter {name}: {key} has shape {tuple(value.shape)}, expected {tuple(expected[key].shape)}"
+            )
     set_peft_model_state_dict(model, state, adapter_name=name)
 
 
-def save_adapter(model: PeftModel, name: str, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
+def save_adapter(
+    model: PeftModel, name: str, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+) -> None:
     """Write the PEFT folder ``folder`` and ``<folder>.safetensors``; a reader never sees half of either.
 
     Args:
         dtype: of the tensors on disk; None keeps fp32.
     """
     target = Path(folder)
+    state, config = write_adapter_folder(model, name, target, dtype=dtype)
+    metadata = {"format": "pt", "peft_config": json.dumps(config, sort_keys=True), "adapter": name}
+    with atomic_path(target.with_name(target.name + ".safetensors")) as temporary:
+        save_file(state, str(temporary), metadata=metadata)
+
+
+def write_adapter_folder(
+    model: PeftModel, name: str, folder: Path, *, dtype: torch.dtype | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Write only the PEFT folder. Returns the tensors and the config that were written."""
     state = adapter_state(model, name)
     if dtype is not None:
         state = {k: v.to(dtype) for k, v in state.items()}
     config = _config_dict(model, name)
-    write_peft_folder(target, state, config)
-    metadata = {"format": "pt", "peft_config": json.dumps(config, sort_keys=True), "adapter": name}
-    with atomic_path(target.with_name(target.name + ".safetensors")) as temporary:
-        save_file(state, str(temporary), metadata=metadata)
+    write_peft_folder(folder, state, config)
+    return state, config
 
 
 def write_peft_folder(target: Path, state: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
@@ -142,7 +156,9 @@ def load_adapter_files(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Te
     """
     source = Path(path)
     if source.is_dir():
-        config = parse_json(read_text(source / "adapter_config.json", "adapter config"), f"{source}/adapter_config.json")
+        config = parse_json(
+            read_text(source / "adapter_config.json", "adapter config"), f"{source}/adapter_config.json"
+        )
         return _load_tensors(source / "adapter_model.safetensors"), config
     if not source.is_file():
         raise InputError(f"adapter {path}: not found; expected a PEFT folder or a .safetensors file")

@@ -45,16 +45,20 @@ class RolloutLog:
         output: the final file.
         settings: everything that an entry depends on; JSON.
         resume: go on from what is there; False starts anew.
+        discard_other: an unfinished log of other settings is dropped without asking (for caches that a command owns).
 
     Raises:
         InputError: the log was written with other settings.
     """
 
-    def __init__(self, output: PathLike, settings: Mapping[str, Any], *, resume: bool = True) -> None:
+    def __init__(
+        self, output: PathLike, settings: Mapping[str, Any], *, resume: bool = True, discard_other: bool = False
+    ) -> None:
         self.output = Path(output)
         self.partial = self.output.with_name(self.output.name + ".partial.jsonl")
         self.settings = dict(settings)
         self.entries: dict[Key, dict[str, Any]] = {}
+        self._discard_other = discard_other
         if resume:
             self._read_output()
             self._read_partial()
@@ -84,7 +88,8 @@ class RolloutLog:
             return
         found = header.get("header") if isinstance(header, dict) else None
         if found != self.settings:
-            if isinstance(found, dict) and next(records, None) is None:  # begun, but nothing was sampled
+            nothing = isinstance(found, dict) and next(records, None) is None
+            if nothing or self._discard_other:
                 self.partial.unlink()
                 return
             raise InputError(f"{self.partial}: {_difference(found, self.settings)}; use --no-resume to start anew")

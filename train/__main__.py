@@ -1,0 +1,161 @@
+"""Train one LoRA per capability with GRPO.
+
+torchrun --nproc_per_node=4 -m train --game capability_lookup --model Qwen/Qwen3-8B      # with VLLM_BASE_URLS set
+python -m train --capabilities a,b,c --model models/smollm2                             # no server: samples in this process
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from game_registry import GameError, GameMix, GameSpec, get_game
+from pipeline.files import InputError, run_cli, write_json
+from train.chat import ChatCodec
+from train.checkpoint import list_checkpoints, load_checkpoint
+from train.config import TrainConfig, build_parser, load_config, seed_range
+from train.distributed import Ranks, join_ranks
+from train.engine import Engine
+from train.engines import EngineOptions, open_engine
+from train.forward import can_pack
+from train.groups import Sampler
+from train.grpo import Trainer, Worker, checkpoint_settings
+from train.learner import Learner, UpdateConfig
+from train.local_engine import LocalEngine, load_model
+from train.lora import attach_adapter, lora_config
+from train.rollout import EnvironmentPool
+from train.run_log import RunLog, Tracker
+from train.user_llm import UserLLM
+
+
+def main() -> int:
+    arguments = vars(build_parser().parse_args())
+    config = load_config(arguments, dict(os.environ))
+    warnings.filterwarnings("ignore", message=".*should not be contained in the prefix.*", module="peft")
+    seed_range(config.eval_seeds, "--eval-seeds")
+    mixes = {name: GameMix.parse(text) for name, text in config.adapter_games().items()}
+    specs = {game: get_game(game, config.root or None) for mix in mixes.values() for game in mix.weights}
+    resume = _resume_points(config, list(mixes))
+    ranks, device = join_ranks(config.device)
+    try:
+        if ranks.driver:
+            _announce(config, specs)
+        worker, model = _build_worker(config, mixes, ranks, device, resume)
+        if not ranks.driver:
+            logging.disable(logging.WARNING)
+            worker.serve()
+        else:
+            asyncio.run(_drive(config, worker, model, specs))
+    finally:
+        ranks.close()
+    return 0
+
+
+def _resume_points(config: TrainConfig, names: list[str]) -> dict[str, Path]:
+    """Newest checkpoint per adapter; refuses to overwrite a run that was not meant to be resumed."""
+    folder = Path(config.output_dir)
+    found = {n: c[-1] for n in names if (c := list_checkpoints(folder / "checkpoints" / n))}
+    if found and not config.resume:
+        raise InputError(
+            f"--output-dir {folder}: holds checkpoints of {', '.join(found)}; add --resume, or choose another folder"
+        )
+    return found
+
+
+def _announce(config: TrainConfig, specs: dict[str, GameSpec]) -> None:
+    folder = Path(config.output_dir)
+    write_json(
+        folder / "config.json", {"schema_version": 1, **config.model_dump(mode="json"), "torch": torch.__version__}
+    )
+    sys.stderr.write(f"settings: {json.dumps(config.model_dump(mode='json'))}\n")
+    for spec in specs.values():
+        if spec.needs_user_llm and not config.user_llm_url:
+            raise GameError(f"game {spec.name} needs a user simulator; give --user-llm-url and --user-llm-model")
+
+
+def _build_worker(
+    config: TrainConfig, mixes: dict[str, GameMix], ranks: Ranks, device: str, resume: dict[str, Path]
+) -> tuple[Worker, Any]:
+    if device == "cpu" and ranks.world == 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
+    model: Any = load_model(config.model, config.dtype, device)
+    lora = lora_config(config.lora_rank, config.lora_alpha, config.target_modules)
+    for index, name in enumerate(mixes):
+        model = attach_adapter(model, name, lora, seed=config.seed * 1000 + index)
+    learners = {
+        name: Learner(
+            model, name, mix, lr=config.lr, weight_decay=config.weight_decay, seed=config.seed,
+            reduce=ranks.sum, rank=ranks.rank, world=ranks.world,
+        )
+        for name, mix in mixes.items()
+    }  # fmt: skip
+    for name, path in resume.items():
+        load_checkpoint(path, learners[name], checkpoint_settings(config))
+    for name, learner in learners.items():
+        ranks.agree(
+            float(sum(p.detach().double().sum() for p in learner.parameters.values())), f"the weights of {name}"
+        )
+    if ranks.driver and not can_pack(model):
+        sys.stderr.write(
+            f"notice: model type {model.config.model_type}: one episode per training pass (packing is not exact for it)\n"
+        )
+    update = UpdateConfig(
+        loss=config.loss_config(),
+        temperature=config.temperature,
+        epochs=config.epochs,
+        groups_per_step=config.mini_batch_size,
+        max_grad_norm=config.max_grad_norm,
+        pack_tokens=config.pack_tokens or (1024 if device == "cpu" else 16384),
+        logit_chunk=config.logit_chunk,
+    )
+    return Worker(learners, update, ranks), model
+
+
+async def _drive(config: TrainConfig, worker: Worker, model: Any, specs: dict[str, GameSpec]) -> None:
+    engine, codec, served = await _engine(config, model)
+    try:
+        user = None
+        if config.user_llm_url:
+            user = UserLLM(
+                config.user_llm_url.rstrip("/").removesuffix("/v1"), config.user_llm_model,
+                config.user_llm_temperature, config.user_llm_max_tokens,
+            )  # fmt: skip
+        pools = {name: EnvironmentPool(spec, user) for name, spec in specs.items()}
+        sampler = Sampler(engine, codec, specs, pools, asyncio.Semaphore(config.concurrency))
+        folder = Path(config.output_dir)
+        tracker = Tracker(config.report_to, folder, config.model_dump(mode="json"))
+        log = RunLog(folder, {n: learner.iteration for n, learner in worker.learners.items()}, tracker)
+        try:
+            await Trainer(config, worker, sampler, log, served).run()
+        finally:
+            log.close()
+    finally:
+        await engine.close()
+
+
+async def _engine(config: TrainConfig, model: Any) -> tuple[Engine, ChatCodec, str]:
+    urls = os.environ.get("VLLM_BASE_URLS") or os.environ.get("VLLM_BASE_URL") or ""
+    kind = config.engine if config.engine != "auto" else ("vllm" if urls else "local")
+    if kind == "local":
+        codec = ChatCodec.from_model(config.model)
+        return LocalEngine(model, codec), codec, config.model
+    if not urls:
+        raise InputError("--engine vllm needs a server; set VLLM_BASE_URLS=http://HOST:PORT")
+    options = EngineOptions(
+        model=config.model, kind="vllm", served_model=os.environ.get("VLLM_MODEL"), base_urls=urls,
+        api_key=os.environ.get("VLLM_API_KEY"),
+    )  # fmt: skip
+    opened = await open_engine(options)
+    return opened.engine, opened.codec, opened.model
+
+
+if __name__ == "__main__":
+    run_cli(main)

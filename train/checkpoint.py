@@ -1,0 +1,127 @@
+"""Atomic checkpoints of a learner: adapter, optimiser, counters, curriculum. ``--resume`` goes on bit for bit.
+
+A checkpoint is a folder ``iter_<n>`` with ``adapter.safetensors`` (fp32), ``optimizer.safetensors`` and ``state.json``; it is
+built under a temporary name and renamed, so an interrupted one is never seen.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from pipeline.files import InputError, atomic_path, read_json, sync_folder, write_json
+from train.learner import Learner
+from train.lora import adapter_state, restore_adapter
+
+SCHEMA_VERSION = 1
+
+
+def save_checkpoint(
+    folder: Path, learner: Learner, counters: dict[str, Any], settings: dict[str, Any], keep: int
+) -> Path:
+    """Write ``folder/iter_<n>`` and delete all but the newest ``keep``.
+
+    Args:
+        counters: of ``Learner.counters`` at the point to go on from.
+        settings: must be equal when it is loaded.
+    """
+    target = folder / f"iter_{int(counters['iteration']):06d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob(".iter_*.tmp"):
+        shutil.rmtree(stale, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=folder))
+    try:
+        _save_tensors(work / "adapter.safetensors", adapter_state(learner.model, learner.name))
+        _save_tensors(work / "optimizer.safetensors", _optimizer_tensors(learner))
+        write_json(
+            work / "state.json",
+            {"schema_version": SCHEMA_VERSION, "adapter": learner.name, "counters": counters, "settings": settings},
+        )
+        sync_folder(work)
+        if target.exists():
+            shutil.rmtree(target)
+        work.rename(target)
+        sync_folder(folder)
+    except OSError as error:
+        raise InputError(
+            f"checkpoint {target}: cannot be written ({error.strerror}); free space, then --resume"
+        ) from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    for old in list_checkpoints(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if re.fullmatch(r"iter_\d{6}", p.name) and (p / "state.json").is_file())
+
+
+def load_checkpoint(path: Path, learner: Learner, settings: dict[str, Any]) -> None:
+    """Restore ``learner`` from a checkpoint folder.
+
+    Raises:
+        InputError: damaged, of another adapter, or made with other settings.
+    """
+    state = read_json(path / "state.json", "checkpoint")
+    if not isinstance(state, dict) or state.get("schema_version") != SCHEMA_VERSION:
+        raise InputError(
+            f"checkpoint {path}: expected schema_version {SCHEMA_VERSION}; it is from another version of this program"
+        )
+    if state.get("adapter") != learner.name:
+        raise InputError(f"checkpoint {path}: is of adapter {state.get('adapter')!r}, expected {learner.name!r}")
+    for key, value in settings.items():
+        found = state.get("settings", {}).get(key)
+        if found != value:
+            raise InputError(
+                f"checkpoint {path}: made with {key}={found!r}, now {value!r}; use the same or another --output-dir"
+            )
+    restore_adapter(learner.model, learner.name, _load_tensors(path / "adapter.safetensors"))
+    _restore_optimizer(learner, _load_tensors(path / "optimizer.safetensors"))
+    try:
+        learner.restore_counters(state["counters"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"checkpoint {path}: damaged counters ({error})") from None
+
+
+def _optimizer_tensors(learner: Learner) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name, parameter in learner.parameters.items():
+        for key, value in learner.optimizer.state.get(parameter, {}).items():
+            tensors[f"{name}|{key}"] = value.detach().to("cpu").contiguous()
+    return tensors
+
+
+def _restore_optimizer(learner: Learner, tensors: dict[str, torch.Tensor]) -> None:
+    learner.optimizer.state.clear()
+    for full, value in tensors.items():
+        name, _, key = full.rpartition("|")
+        if name not in learner.parameters:
+            raise InputError(f"checkpoint optimizer state: unknown parameter {name!r}; the adapter has other targets")
+        parameter = learner.parameters[name]
+        moved = value if key == "step" else value.to(parameter.device)
+        learner.optimizer.state[parameter][key] = moved
+
+
+def _save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    with atomic_path(path) as temporary:
+        save_file(tensors, str(temporary))
+
+
+def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(str(path))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise InputError(
+            f"checkpoint file {path}: missing or damaged ({error}); delete this checkpoint to use the one before"
+        ) from None

@@ -1,0 +1,79 @@
+"""Ranks of a torchrun job. Rank 0 drives: it samples, decides and tells the others what to compute.
+
+The others wait for commands, so no rank can enter a collective that another one skips. A rank that fails exits non-zero and
+torchrun stops the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+WAIT = datetime.timedelta(
+    hours=12
+)  # ranks wait while rank 0 samples; a dead rank 0 is noticed by torchrun, not by this limit
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """This process among its peers. ``control`` carries Python objects over the CPU."""
+
+    rank: int = 0
+    world: int = 1
+    control: Any = None
+
+    @property
+    def driver(self) -> bool:
+        return self.rank == 0
+
+    def broadcast(self, message: Any = None) -> Any:
+        """``message`` of rank 0 on every rank."""
+        if self.world == 1:
+            return message
+        box = [message]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def agree(self, value: float, what: str) -> None:
+        """All ranks hold the same ``value``.
+
+        Raises:
+            RuntimeError: they do not.
+        """
+        if self.world == 1:
+            return
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.control)
+        if len(set(values)) > 1:
+            raise RuntimeError(
+                f"ranks disagree on {what}: {values}; start all of them with the same arguments and files"
+            )
+
+    def close(self) -> None:
+        if self.world > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join_ranks(device: str = "auto") -> tuple[Ranks, str]:
+    """Join the torchrun job when there is one. Returns the ranks and this rank's device."""
+    use_cuda = torch.cuda.is_available() and device in ("auto", "cuda")
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return Ranks(), ("cuda" if use_cuda else "cpu") if device == "auto" else device
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if use_cuda:
+        torch.cuda.set_device(local)
+    dist.init_process_group("nccl" if use_cuda else "gloo", timeout=WAIT)
+    control = dist.new_group(backend="gloo", timeout=WAIT)
+    return Ranks(dist.get_rank(), world, control), f"cuda:{local}" if use_cuda else "cpu"

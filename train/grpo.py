@@ -1,0 +1,326 @@
+"""The GRPO loop: K capabilities on one frozen base and one sampler, each strictly on-policy.
+
+Every capability runs its own cycle: collect groups with its newest adapter, update, deliver. While one is updated the
+others sample, so neither the trainer nor the server waits; no cycle ever sees rollouts of an older version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.files import JsonlLog, ServerError
+from train.checkpoint import save_checkpoint
+from train.config import TrainConfig, seed_range
+from train.delivery import AdapterDelivery, Canary
+from train.distributed import Ranks
+from train.episode import EpisodeParams, to_simulation
+from train.forward import action_logprobs
+from train.groups import Collected, Group, Sampler, collect_informative
+from train.learner import Learner, UpdateConfig, items_of_groups
+from train.local_engine import LocalEngine
+from train.lora import activate, save_adapter, write_adapter_folder
+from train.packing import TokenSequence, build_pack
+from train.run_log import RunLog
+
+CANARY_TOKENS = 512  # of one real rollout; enough to tell two adapters apart, cheap to score
+EMPTY_LIMIT = 5  # iterations in a row without one informative group before the run stops
+NONFINITE_LIMIT = 3
+
+
+class TrainingStopped(ServerError):
+    """The run cannot go on; checkpoints are kept."""
+
+
+@dataclasses.dataclass
+class Worker:
+    """What every rank has: the learners and how to update them."""
+
+    learners: dict[str, Learner]
+    update_config: UpdateConfig
+    ranks: Ranks
+
+    def serve(self) -> None:
+        """Ranks other than 0: compute what rank 0 says until it says stop."""
+        while True:
+            command, payload = self.ranks.broadcast()
+            if command == "stop":
+                return
+            name, items = payload
+            self.learners[name].update(items, self.update_config)
+
+    def update(self, learner: Learner, items: list[Any]) -> dict[str, float]:
+        """Rank 0: update ``learner`` on all ranks."""
+        self.ranks.broadcast(("update", (learner.name, items)))
+        return learner.update(items, self.update_config)
+
+
+class Trainer:
+    """Rank 0 of a training run.
+
+    Args:
+        sampler: engine, environments and concurrency.
+        model_name: as written into rollouts.
+    """
+
+    def __init__(self, config: TrainConfig, worker: Worker, sampler: Sampler, log: RunLog, model_name: str) -> None:
+        self.config, self.worker, self.sampler, self.log = config, worker, sampler, log
+        self.model_name = model_name
+        self.folder = Path(config.output_dir)
+        self.delivery = AdapterDelivery(sampler.engine)
+        self.settings = checkpoint_settings(config)
+        self._updating = asyncio.Lock()
+        self._local = isinstance(sampler.engine, LocalEngine)
+        self._names: dict[str, str | None] = {}
+        self._resume_points: dict[str, dict[str, Any]] = {}
+        self._canaries: dict[str, tuple[tuple[int, ...], tuple[float, ...]]] = {}
+        self._best: dict[str, float] = {}
+        self._empty: dict[str, int] = {}
+
+    async def run(self) -> None:
+        """Train every learner to ``max_iters``.
+
+        Raises:
+            TrainingStopped, ServerError: the sampler is gone, a sync failed, the loss is not finite; checkpoints are kept.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for learner in self.worker.learners.values():
+                    tasks.create_task(self._train(learner))
+        except* ServerError as group:
+            raise _first(group) from None
+        finally:
+            await self.delivery.close()
+            self.worker.ranks.broadcast(("stop", None))
+
+    async def _train(self, learner: Learner) -> None:
+        self._checkpoint_point(learner)
+        try:
+            if learner.version > 0:
+                await self._deliver(learner)
+            while learner.iteration < self.config.max_iters:
+                await self._iteration(learner)
+        except ServerError:
+            self._save(learner)
+            raise
+        self._save(learner)
+        self._export(learner)
+
+    async def _iteration(self, learner: Learner) -> None:
+        begin = time.perf_counter()
+        collected = await self._collect(learner)
+        sampled = time.perf_counter()
+        metrics = collected.metrics() | {"sample_s": sampled - begin, "update_s": 0.0, "deliver_s": 0.0}
+        self._check_alive(learner, collected)
+        items = items_of_groups(collected.informative, self.config.normalize_advantages)
+        self._empty[learner.name] = 0 if items else self._empty.get(learner.name, 0) + 1
+        if items:
+            metrics |= await self._update_and_deliver(learner, collected, items)
+        learner.iteration += 1
+        self._checkpoint_point(learner)
+        self.log.iteration(learner.name, learner.iteration, self.config.max_iters, metrics, collected.error_kinds())
+        if self._empty[learner.name] >= EMPTY_LIMIT:
+            raise TrainingStopped(
+                f"{learner.name}: no informative group in {EMPTY_LIMIT} iterations (reward {metrics['reward']:.2f}); "
+                "the environment gives this model no signal: calibrate it, then --resume"
+            )
+        if learner.iteration % self.config.save_every == 0:
+            self._save(learner)
+        if self.config.eval_every and learner.iteration % self.config.eval_every == 0:
+            await self._evaluate(learner)
+
+    # ------------------------------------------------------------------ sampling
+
+    async def _collect(self, learner: Learner) -> Collected:
+        config = self.config
+        params = EpisodeParams(
+            max_new_tokens=config.max_new_tokens or None,
+            max_seq_length=config.max_seq_length,
+            temperature=config.temperature,
+            deadline_s=config.episode_deadline_s,
+            seed=_stream_seed(config.seed, learner.name, learner.iteration),
+        )
+
+        def sample(n: int) -> asyncio.Task[list[Group]]:
+            jobs = learner.next_jobs(n)
+            name = self._names.get(learner.name)
+            return asyncio.create_task(self.sampler.groups(jobs, config.group_size, params, name, config.hint_ratio))
+
+        collected = await collect_informative(
+            sample,
+            config.groups_per_batch,
+            config.dynamic_sampling_min_groups or config.groups_per_batch,
+            config.dynamic_sampling_max_batches,
+            round(config.group_size * config.min_group_share),
+            not config.filter_constant_groups,
+        )
+        if config.rollout_log:
+            self._dump(learner, collected)
+        return collected
+
+    def _check_alive(self, learner: Learner, collected: Collected) -> None:
+        """A run whose rollouts all fail outside the policy stops, typed, instead of spinning."""
+        if any(e.scored for g in collected.groups for e in g.episodes):
+            return
+        kinds = collected.error_kinds()
+        detail = next((e.result.outcome.detail for g in collected.groups for e in g.episodes if not e.scored), "")  # type: ignore[union-attr]
+        raise TrainingStopped(
+            f"{learner.name}: no rollout could be scored ({kinds}; {detail}); fix this, then --resume"
+        )
+
+    def _dump(self, learner: Learner, collected: Collected) -> None:
+        path = self.folder / "rollouts" / f"{learner.name}_{learner.iteration + 1:06d}.jsonl"
+        path.unlink(missing_ok=True)
+        with JsonlLog(path) as log:
+            for group in collected.groups:
+                for episode in group.episodes:
+                    log.append(to_simulation(episode, self.model_name, tokens=True))
+
+    async def _evaluate(self, learner: Learner) -> None:
+        """Held-out greedy reward; the best adapter so far is kept."""
+        seeds = seed_range(self.config.eval_seeds, "--eval-seeds")
+        params = EpisodeParams(
+            self.config.max_new_tokens or None, self.config.max_seq_length, 0.0, self.config.episode_deadline_s
+        )
+        jobs = [(game, seed) for game in learner.mix.weights for seed in seeds]
+        groups = await self.sampler.groups(jobs, 1, params, self._names.get(learner.name))
+        scored = [e for g in groups for e in g.scored]
+        if not scored:
+            return
+        reward = sum(e.reward for e in scored) / len(scored)
+        success = sum(e.reward >= 1.0 - 1e-9 for e in scored) / len(scored)
+        self.log.evaluation(
+            learner.name, learner.iteration, {"reward": reward, "success": success, "n": float(len(scored))}
+        )
+        if reward > self._best.get(learner.name, -1.0):
+            self._best[learner.name] = reward
+            save_adapter(learner.model, learner.name, self.folder / "best" / learner.name)
+
+    # ------------------------------------------------------------------ update and delivery
+
+    async def _update_and_deliver(self, learner: Learner, collected: Collected, items: list[Any]) -> dict[str, float]:
+        async with self._updating:
+            begin = time.perf_counter()
+            self._remember_canary(learner, collected)
+            if self._local:  # sampler and trainer share one model: one at a time
+                metrics = self.worker.update(learner, items)
+            else:
+                metrics = await asyncio.to_thread(self.worker.update, learner, items)
+            updated = time.perf_counter()
+            if metrics["nonfinite"] >= 1.0:
+                self._empty[learner.name] = self._empty.get(learner.name, 0) + 1
+                self.log.say(f"[{learner.name}] warning: loss or gradient is not finite; this update was skipped")
+                if self._empty[learner.name] >= NONFINITE_LIMIT:
+                    raise TrainingStopped(
+                        f"{learner.name}: loss not finite {NONFINITE_LIMIT} times in a row; lower --lr, then --resume"
+                    )
+        await self._deliver(learner)
+        return metrics | {"update_s": updated - begin, "deliver_s": time.perf_counter() - updated}
+
+    async def _deliver(self, learner: Learner) -> None:
+        """Make the newest weights what the sampler uses for this learner from now on."""
+        name = f"{learner.name}@v{learner.version}"
+        if isinstance(self.sampler.engine, LocalEngine):
+            previous = self._names.get(learner.name)
+            self.sampler.engine.bind(name, learner.name)
+            if previous is not None:
+                await self.sampler.engine.unload_adapter(previous)
+        else:
+            folder = self.folder.resolve() / "adapters" / name
+            async with self._updating:
+                canary = await asyncio.to_thread(self._write_version, learner, folder)
+            await self.delivery.deliver(learner.name, learner.version, str(folder), canary)
+            old = self.folder / "adapters" / f"{learner.name}@v{learner.version - 3}"
+            shutil.rmtree(
+                old, ignore_errors=True
+            )  # nobody samples from it any more; a server re-reads evicted ones from disk
+        self._names[learner.name] = name
+
+    def _write_version(self, learner: Learner, folder: Path) -> Canary | None:
+        write_adapter_folder(learner.model, learner.name, folder, dtype=_model_dtype(learner.model))
+        if learner.name not in self._canaries:
+            return None
+        tokens, old = self._canaries[learner.name]
+        new = self._canary_logprobs(learner, tokens)
+        self._canaries[learner.name] = (tokens, new)
+        return Canary(tokens, new, old)
+
+    def _remember_canary(self, learner: Learner, collected: Collected) -> None:
+        """Fix the canary sequence at the first update: one real rollout, scored before the weights change."""
+        if self._local or learner.name in self._canaries:
+            return
+        episode = max((e for g in collected.informative for e in g.scored), key=lambda e: e.n_action_tokens)
+        tokens = tuple(episode.token_ids[-CANARY_TOKENS:])
+        self._canaries[learner.name] = (tokens, self._canary_logprobs(learner, tokens))
+
+    @torch.no_grad()
+    def _canary_logprobs(self, learner: Learner, tokens: tuple[int, ...]) -> tuple[float, ...]:
+        activate(learner.model, learner.name)
+        sequence = TokenSequence(tokens, [False] + [True] * (len(tokens) - 1))
+        logprobs, _ = action_logprobs(learner.model, build_pack([sequence], [0]), 1.0)
+        return tuple(logprobs.tolist())
+
+    # ------------------------------------------------------------------ files
+
+    def _checkpoint_point(self, learner: Learner) -> None:
+        """Remember where an interrupted iteration has to start again."""
+        counters = learner.counters()
+        self._resume_points[learner.name] = {
+            **counters, "next_seed": dict(counters["next_seed"]), "mix": dict(counters["mix"]),
+        }  # fmt: skip
+
+    def _save(self, learner: Learner) -> None:
+        save_checkpoint(
+            self.folder / "checkpoints" / learner.name,
+            learner,
+            self._resume_points[learner.name],
+            self.settings,
+            self.config.keep_checkpoints,
+        )
+
+    def _export(self, learner: Learner) -> None:
+        """The finished adapter, best by held-out reward when it was evaluated, in both published forms."""
+        target = Path(self.config.adapter_dir) / learner.name
+        best = self.folder / "best" / learner.name
+        if learner.name in self._best and best.is_dir():
+            shutil.copytree(best, target, dirs_exist_ok=True)
+            shutil.copyfile(best.with_name(best.name + ".safetensors"), target.with_name(target.name + ".safetensors"))
+        else:
+            save_adapter(learner.model, learner.name, target)
+        self.log.say(f"[{learner.name}] adapter written to {target}/ and {target}.safetensors")
+
+
+def checkpoint_settings(config: TrainConfig) -> dict[str, Any]:
+    """The settings that must not change between a checkpoint and its continuation."""
+    return {
+        "model": config.model,
+        "games": config.adapter_games(),
+        "group_size": config.group_size,
+        "lora_rank": config.lora_rank,
+        "lora_alpha": config.lora_alpha,
+        "target_modules": sorted(config.target_modules),
+        "seed": config.seed,
+    }
+
+
+def _stream_seed(*parts: object) -> int:
+    return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=7).digest(), "big")
+
+
+def _model_dtype(model: Any) -> torch.dtype:
+    return next(p.dtype for n, p in model.named_parameters() if "lora_" not in n)
+
+
+def _first(group: BaseExceptionGroup[Any]) -> BaseException:
+    """The first cause of a group of failures."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

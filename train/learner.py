@@ -1,0 +1,241 @@
+"""One adapter with its optimiser, version, seeds and curriculum. Knows nothing of other capabilities."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from peft import PeftModel
+
+from game_registry import GameMix
+from train.forward import action_logprobs, make_packs
+from train.groups import Group
+from train.lora import activate, adapter_parameters
+from train.losses import LossConfig, Totals, group_advantages, importance_weights, mismatch_metrics, policy_loss
+from train.packing import Pack, TokenSequence
+
+FIRST_TRAIN_SEED = 1_000_000  # below: rollouts, calibration, held-out evaluation
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainItem:
+    """One scored rollout for the learner. ``sampler_logprobs``: of its action tokens; NaN = unknown (a swapped prompt)."""
+
+    sequence: TokenSequence
+    advantage: float
+    sampler_logprobs: tuple[float, ...]
+    group: int
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateConfig:
+    """What an update needs to know beside the rollouts."""
+
+    loss: LossConfig
+    temperature: float
+    epochs: int = 1
+    groups_per_step: int = 0
+    max_grad_norm: float = 1.0
+    pack_tokens: int = 1024
+    logit_chunk: int = 1024
+
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]  # sum over ranks, in place
+
+
+def items_of_groups(groups: Sequence[Group], normalise: bool) -> list[TrainItem]:
+    """Advantages per group over scored rollouts; hinted rollouts get the group's own prompt back."""
+    items = []
+    for index, group in enumerate(groups):
+        scored = group.scored
+        advantages = group_advantages(group.rewards(), normalise=normalise).tolist()
+        plain = next((e for e in scored if not e.hinted), None)
+        for episode, advantage in zip(scored, advantages, strict=True):
+            ids, mask, logprobs = episode.token_ids, episode.action_mask, episode.logprobs
+            sampler = [x for x, m in zip(logprobs, mask, strict=True) if m]
+            if episode.hinted:
+                if plain is None:
+                    continue  # no rollout of this group knows the prompt without the hint
+                ids = plain.token_ids[: plain.prompt_len] + ids[episode.prompt_len :]
+                mask = plain.action_mask[: plain.prompt_len] + mask[episode.prompt_len :]
+                sampler = [math.nan] * len(sampler)
+            if sampler:
+                items.append(TrainItem(TokenSequence(ids, mask), advantage, tuple(sampler), index))
+    return items
+
+
+class Learner:
+    """One capability's adapter on the shared base.
+
+    Args:
+        model: the peft model that holds the adapter ``name``.
+        reduce: sums a tensor over ranks (identity on one rank).
+    """
+
+    def __init__(
+        self, model: PeftModel, name: str, mix: GameMix, *, lr: float, weight_decay: float, seed: int,
+        reduce: Reduce = lambda x: x, rank: int = 0, world: int = 1,
+    ) -> None:  # fmt: skip
+        self.model, self.name, self.mix = model, name, mix
+        self.reduce, self.rank, self.world = reduce, rank, world
+        self.parameters = adapter_parameters(model, name)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(), lr=lr, weight_decay=weight_decay, betas=(0.9, 0.999)
+        )
+        self.version = 0  # of the weights; the sampler's name is <name>@v<version>
+        self.iteration = 0
+        first = FIRST_TRAIN_SEED + seed * 10_000_000
+        self.next_seed = dict.fromkeys(mix.weights, first)
+
+    def next_jobs(self, n: int) -> list[tuple[str, int]]:
+        """(game, seed) of the next ``n`` groups; no seed is ever dealt twice."""
+        jobs = []
+        for game in self.mix.deal(n):
+            jobs.append((game, self.next_seed[game]))
+            self.next_seed[game] += 1
+        return jobs
+
+    # ------------------------------------------------------------------ update
+
+    def update(self, items: Sequence[TrainItem], config: UpdateConfig) -> dict[str, float]:
+        """Optimiser steps on ``items`` (the same on every rank; each rank computes its share of the packs).
+
+        With one step the policy that is updated is the one that sampled: the ratio is 1 and the sampler's rounding enters as a
+        truncated importance weight. With several steps the sampler's log-probs are the old policy's and the clip acts.
+        """
+        activate(self.model, self.name)
+        n_groups = len({item.group for item in items})
+        per_step = config.groups_per_step or n_groups
+        order = sorted({item.group for item in items})
+        batches = [order[i : i + per_step] for i in range(0, len(order), per_step)]
+        single = len(batches) * config.epochs == 1
+        totals: dict[str, float] = {}
+        for _ in range(config.epochs):
+            for batch in batches:
+                chosen = set(batch)
+                step = self._step([i for i in items if i.group in chosen], config, single)
+                for key, value in step.items():
+                    totals[key] = totals.get(key, 0.0) + value
+        n_steps = max(1, len(batches) * config.epochs)
+        self.version += 1
+        return {key: value / n_steps for key, value in totals.items()} | {"optimizer_steps": float(n_steps)}
+
+    def _step(self, items: list[TrainItem], config: UpdateConfig, single: bool) -> dict[str, float]:
+        sequences = [item.sequence for item in items]
+        packs = make_packs(self.model, sequences, config.pack_tokens)
+        totals = Totals(len(items), sum(len(item.sampler_logprobs) for item in items))
+        self.optimizer.zero_grad(set_to_none=True)
+        stats = _Stats()
+        for pack in share_of_rank(packs, self.rank, self.world):
+            loss = self._pack_loss(pack, items, totals, config, single, stats)
+            loss.backward()
+            stats.loss += float(loss.detach())
+        norm = self._reduce_and_clip(config.max_grad_norm)
+        metrics = stats.finish(self.reduce)
+        metrics["grad_norm"] = norm
+        metrics["packed_tokens"] = float(sum(p.n_tokens for p in packs))
+        metrics["plain_tokens"] = float(sum(len(s.token_ids) for s in sequences))
+        if not (math.isfinite(norm) and math.isfinite(metrics["loss"])):
+            metrics["nonfinite"] = 1.0  # the weights stay as they are
+            return metrics
+        self.optimizer.step()
+        return metrics | {"nonfinite": 0.0}
+
+    def _pack_loss(
+        self, pack: Pack, items: list[TrainItem], totals: Totals, config: UpdateConfig, single: bool, stats: _Stats
+    ) -> torch.Tensor:
+        logprobs, entropy = action_logprobs(self.model, pack, config.temperature, config.logit_chunk)
+        device = logprobs.device
+        sampler = torch.tensor([x for e in pack.episodes for x in items[e].sampler_logprobs], device=device)
+        lengths = torch.tensor([len(items[e].sampler_logprobs) for e in pack.episodes], device=device)
+        episode = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
+        advantages = torch.tensor([items[e].advantage for e in pack.episodes], device=device)[episode]
+        detached = logprobs.detach()
+        known = ~torch.isnan(sampler)
+        sampler = torch.where(known, sampler, detached)
+        importance = None
+        if single and config.loss.is_cap is not None:
+            importance = importance_weights(logprobs, sampler, config.loss.is_cap)
+        reference = None
+        if config.loss.kl_coef > 0:
+            with torch.no_grad(), self.model.disable_adapter():
+                reference, _ = action_logprobs(self.model, pack, config.temperature, config.logit_chunk)
+        stats.add(detached[known], sampler[known], entropy)
+        return policy_loss(
+            logprobs, detached if single else sampler, advantages, episode, lengths, totals, config.loss,
+            importance_N=importance, reference_logprobs_N=reference,
+        )  # fmt: skip
+
+    def _reduce_and_clip(self, max_norm: float) -> float:
+        """Sum gradients over ranks in one buffer, then clip by the global norm. Returns the norm before clipping."""
+        parameters = list(self.parameters.values())
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if self.world > 1:
+            flat = torch.cat([p.grad.reshape(-1) for p in parameters])
+            flat = self.reduce(flat)
+            at = 0
+            for parameter in parameters:
+                parameter.grad.copy_(flat[at : at + parameter.numel()].view_as(parameter))
+                at += parameter.numel()
+        return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+
+    # ------------------------------------------------------------------ state
+
+    def counters(self) -> dict[str, Any]:
+        """JSON part of a checkpoint."""
+        return {
+            "version": self.version,
+            "iteration": self.iteration,
+            "next_seed": self.next_seed,
+            "mix": self.mix.state,
+        }
+
+    def restore_counters(self, state: dict[str, Any]) -> None:
+        self.version, self.iteration = int(state["version"]), int(state["iteration"])
+        self.next_seed = {str(k): int(v) for k, v in state["next_seed"].items()}
+        self.mix.state = {str(k): float(v) for k, v in state["mix"].items()}
+
+
+class _Stats:
+    """Sums over the packs of a step."""
+
+    def __init__(self) -> None:
+        self.loss = 0.0
+        self._new: list[torch.Tensor] = []
+        self._sampler: list[torch.Tensor] = []
+        self._entropy = 0.0
+        self._tokens = 0
+
+    def add(self, new: torch.Tensor, sampler: torch.Tensor, entropy: torch.Tensor) -> None:
+        self._new.append(new)
+        self._sampler.append(sampler)
+        self._entropy += float(entropy.sum())
+        self._tokens += len(entropy)
+
+    def finish(self, reduce: Reduce) -> dict[str, float]:
+        """Global loss, entropy and this rank's view of the sampler mismatch (summed quantities are reduced)."""
+        device = self._new[0].device if self._new else torch.device("cpu")
+        sums = reduce(torch.tensor([self.loss, self._entropy, float(self._tokens)], dtype=torch.float64, device=device))
+        loss, entropy, tokens = sums.tolist()
+        mismatch = mismatch_metrics(torch.cat(self._new), torch.cat(self._sampler)) if self._new else {}
+        result = {"loss": loss, "entropy": entropy / max(1.0, tokens), "action_tokens": tokens}
+        return result | {f"mismatch_{k}": v for k, v in mismatch.items()}
+
+
+def share_of_rank(packs: Sequence[Pack], rank: int, world: int) -> list[Pack]:
+    """Longest-processing-time assignment of packs to ranks; every rank computes the same assignment."""
+    if world == 1:
+        return list(packs)
+    load = [0] * world
+    mine = []
+    for index in sorted(range(len(packs)), key=lambda i: (-packs[i].n_tokens, i)):
+        target = min(range(world), key=lambda r: (load[r], r))
+        load[target] += packs[index].n_tokens
+        if target == rank:
+            mine.append(index)
+    return [packs[i] for i in sorted(mine)]
