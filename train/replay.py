@@ -1,0 +1,195 @@
+"""Play dumped rollouts again: the recorded turns go through the environment as it is now, and rewards are compared.
+
+    python -m train.replay runs/x/rollouts/a_000003.jsonl [--env capability_a] [--json-output report.json] [--html page.html]
+
+Reads rollouts files (JSON) and a trainer's dumps (JSONL). Exit 1 when a reward differs: the environment has changed, or
+it is not a function of its seed and the actions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from game_registry import Failed, GameSpec, Reply, Turn, get_game, play
+from pipeline.files import InputError, check, parse_json, read_jsonl, read_text, run_cli, write_json, write_text
+from train.rollout import EnvironmentPool
+
+TOLERANCE = 1e-9
+
+
+class ReplayEntry(BaseModel):
+    """The part of a rollout entry that a replay needs."""
+
+    model_config = ConfigDict(extra="ignore")
+    task_id: str
+    sample_idx: int = 0
+    game: str | None = None
+    outcome: Literal["scored", "error"]
+    reward_info: dict[str, float] | None = None
+    finish_reason: str = ""
+    hinted: bool = False
+    turns: int = 0
+    adapter: str | None = None
+    messages: list[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """One entry with its recorded and its recomputed reward (None: no reward now, see ``detail``)."""
+
+    entry: ReplayEntry
+    recorded: float
+    recomputed: float | None
+    detail: str = ""
+
+    @property
+    def equal(self) -> bool:
+        return self.recomputed is not None and abs(self.recorded - self.recomputed) <= TOLERANCE
+
+
+def read_entries(path: Path) -> Iterator[ReplayEntry]:
+    """Entries of a rollouts file or of a dump, one at a time.
+
+    Raises:
+        InputError: neither of them, or an entry without what a replay needs.
+    """
+    if path.suffix == ".jsonl":
+        rows: Sequence[Any] | Iterator[Any] = read_jsonl(path, "rollouts", torn_tail_ok=True)
+    else:
+        data = parse_json(read_text(path, "rollouts file"), f"rollouts file {path}")
+        if not isinstance(data, dict) or not isinstance(data.get("simulations"), list):
+            raise InputError(
+                f'rollouts file {path}: expected an object with "simulations"; give a collected file or a dump'
+            )
+        rows = data["simulations"]
+    for number, row in enumerate(rows):
+        if isinstance(row, dict) and set(row) == {"header"}:  # first line of an unfinished collection
+            continue
+        entry = check(ReplayEntry, row, f"rollouts {path}: entry {number}")
+        if entry.outcome == "scored" and "reward" not in (entry.reward_info or {}):
+            raise InputError(f"rollouts {path}: entry {number}: scored, but it has no reward")
+        yield entry
+
+
+def recorded_replies(entry: ReplayEntry, n_given: int) -> list[Reply]:
+    """What the policy said, turn by turn. ``n_given``: messages that the environment had before the first turn."""
+    replies = []
+    for message in entry.messages[n_given:]:
+        if message.get("role") != "assistant":
+            continue
+        if message.get("raw_content"):
+            replies.append(Reply(text=str(message["raw_content"])))
+            continue
+        calls = message.get("tool_calls") or []
+        if not calls:
+            replies.append(Reply(text=str(message.get("content") or "")))
+            continue
+        actions = tuple(
+            {"name": c["function"]["name"], "arguments": parse_json(c["function"]["arguments"], "tool call")}
+            for c in calls
+        )
+        replies.append(Reply(text=str(message.get("content") or ""), actions=actions))
+    return replies
+
+
+async def replay_entry(spec: GameSpec, pool: EnvironmentPool, entry: ReplayEntry) -> Replayed:
+    """Recompute the reward of one scored entry."""
+    assert entry.reward_info is not None
+    recorded = entry.reward_info["reward"]
+    said: list[Reply] | None = None
+
+    async def agent(turn: Turn) -> Reply:
+        nonlocal said
+        if said is None:
+            said = recorded_replies(entry, len(turn.messages))
+            if turn.messages != entry.messages[: len(turn.messages)]:
+                raise _Differs("the environment opens with other messages than the recorded ones")
+        if turn.index >= len(said):
+            return Reply(finish_reason="context")  # the recorded episode ended here
+        return said[turn.index]
+
+    game = pool.take()
+    try:
+        result = await play(spec, game, agent, int(entry.task_id), hinted=entry.hinted)
+    except _Differs as error:
+        return Replayed(entry, recorded, None, str(error))
+    if isinstance(result.outcome, Failed):
+        return Replayed(entry, recorded, None, f"{result.outcome.kind}: {result.outcome.detail}")
+    pool.give_back(game)
+    detail = "" if len(result.messages) == len(entry.messages) else "the conversation has another length"
+    return Replayed(entry, recorded, result.outcome.reward, detail)
+
+
+class _Differs(RuntimeError):
+    pass
+
+
+async def replay_all(entries: Sequence[ReplayEntry], specs: Mapping[str, GameSpec]) -> list[Replayed]:
+    pools = {name: EnvironmentPool(spec) for name, spec in specs.items()}
+    return [await replay_entry(specs[e.game or ""], pools[e.game or ""], e) for e in entries if e.outcome == "scored"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m train.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", type=Path, help="rollouts files (.json) or dumps (.jsonl)")
+    parser.add_argument("--env", help="environment, when the entries do not name theirs")
+    parser.add_argument("--root", type=Path, help="folder with capability_*_game.py files [the project's]")
+    parser.add_argument("--json-output", type=Path, help="every entry with both rewards")
+    parser.add_argument("--html", type=Path, help="the episodes as a page")
+    parser.add_argument("--limit", type=int, default=200, help="episodes on the page [%(default)s]")
+    args = parser.parse_args()
+    entries = [e.model_copy(update={"game": args.env or e.game}) for path in args.files for e in read_entries(path)]
+    if not entries:
+        raise InputError(f"rollouts {args.files[0]}: no entries; collect rollouts first")
+    if any(e.game is None for e in entries):
+        raise InputError("the entries do not name their environment; give --env")
+    specs = {name: get_game(name, args.root) for name in dict.fromkeys(e.game for e in entries) if name is not None}
+    if needs := [s.name for s in specs.values() if s.needs_user_llm]:
+        raise InputError(f"{needs[0]} has a user simulator that answers anew each time, so it cannot be replayed")
+    replayed = asyncio.run(replay_all(entries, specs))
+    if args.json_output:
+        write_json(args.json_output, _report(replayed, len(entries)))
+    if args.html:
+        from train.replay_page import render_page
+
+        write_text(args.html, render_page(replayed[: args.limit]))
+    different = [r for r in replayed if not r.equal]
+    for r in different[:20]:
+        now = "none" if r.recomputed is None else f"{r.recomputed:.6f}"
+        where = f"{r.entry.game} seed {r.entry.task_id} sample {r.entry.sample_idx}"
+        sys.stdout.write(f"{where}: recorded {r.recorded:.6f}, now {now} {r.detail}\n")
+    errors = len(entries) - len(replayed)
+    print(f"{len(replayed)} episodes replayed, {len(different)} differ, {errors} without a reward skipped")
+    return 1 if different else 0
+
+
+def _report(replayed: Sequence[Replayed], n_entries: int) -> dict[str, Any]:
+    rows = [
+        {
+            "env": r.entry.game,
+            "task_id": r.entry.task_id,
+            "sample_idx": r.entry.sample_idx,
+            "hinted": r.entry.hinted,
+            "recorded": r.recorded,
+            "recomputed": r.recomputed,
+            "equal": r.equal,
+            "detail": r.detail,
+        }
+        for r in replayed
+    ]
+    different = sum(not r.equal for r in replayed)
+    return {"schema_version": 1, "entries": n_entries, "replayed": len(rows), "different": different, "episodes": rows}
+
+
+if __name__ == "__main__":
+    run_cli(main)
