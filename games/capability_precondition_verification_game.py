@@ -38,13 +38,13 @@ class PreconditionVerificationGame(OneCallGame):
         return opening(f"{' '.join(states)} {tool.capitalize()} order {number}.")
 
     def reward(self) -> float:
-        """1 for the right decision on the right order, 0.1 for the decision alone, 0.05 for any other valid call.
+        """1 for the right decision on the right order, 0.1 for the decision alone, 0.02 for any other valid call.
 
         The id alone earns nothing more: the request spells it out, so copying it is no verification.
         """
         if self.found is None or self.found == self.expected:
             return float(self.found is not None)
-        return 0.1 if self.found[0] == self.expected[0] else 0.05
+        return 0.1 if self.found[0] == self.expected[0] else 0.02
 
 
 register_game(

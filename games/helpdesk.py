@@ -286,7 +286,7 @@ def _is_decided(task: Task, call: Call) -> bool:
 
 def _is_carried_through(task: Task, turns: Sequence[Turn]) -> bool:
     """Once the first part was done, the next turn must be the second one, or at least a try at a call."""
-    if not turns or turns[0] != task.calls[0]:
+    if len(task.calls) < 2 or not turns or turns[0] != task.calls[0]:
         return True
     return len(turns) > 1 and turns[1] in ("invalid", task.calls[1])
 

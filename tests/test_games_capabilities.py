@@ -180,8 +180,11 @@ def test_prompts_and_answers_stay_small_for_the_small_model(smollm2: Path) -> No
 # --------------------------------------------------------------------------- what each of them grades
 
 
-@pytest.mark.parametrize(("name", "id_alone"), zip(CAPABILITIES[:3], (0.1, 0.1, 0.05), strict=True))
-def test_one_call_games_pay_little_for_half_an_answer(name: str, id_alone: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "id_alone", "neither"),
+    zip(CAPABILITIES[:3], (0.1, 0.1, 0.02), (0.05, 0.05, 0.02), strict=True),
+)
+def test_one_call_games_pay_little_for_half_an_answer(name: str, id_alone: float, neither: float) -> None:
     spec = get_game(name)
     assert spec.oracle is not None
     for seed in SEEDS:
@@ -192,7 +195,7 @@ def test_one_call_games_pay_little_for_half_an_answer(name: str, id_alone: float
         cases = [
             (call(right["name"], other_number), 0.1),
             (call(other_tool, number), id_alone),
-            (call(other_tool, other_number), 0.05),
+            (call(other_tool, other_number), neither),
             (call("refund", number), 0.0),
             (call(right["name"], str(number)), 0.0),
             ({"name": right["name"], "arguments": {}}, 0.0),
