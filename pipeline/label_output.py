@@ -24,20 +24,32 @@ class Labelled:
     labels: dict[str, str]
 
 
-def run_path(folder: Path, attempt: int) -> Path:
-    return folder / f"run_{attempt:02}.json"
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Where artefacts go: a folder, and what their names begin with."""
 
+    folder: Path
+    prefix: str = ""
 
-def refuse_foreign_runs(folder: Path, attempts: Iterable[int]) -> None:
-    """Stop when the folder holds label runs that this labelling would leave among its own.
+    @property
+    def candidates(self) -> Path:
+        return self.folder / f"{self.prefix}candidate_capabilities.json"
 
-    Raises:
-        InputError: a ``run_*.json`` with another number is there: the aggregator's glob would mix the two.
-    """
-    ours = {run_path(folder, a) for a in attempts}
-    for path in sorted(folder.glob("run_*.json")):
-        if path not in ours:
-            raise InputError(f"{path}: a label run of another labelling; move it away or choose another --output-dir")
+    def run(self, attempt: int) -> Path:
+        return self.folder / f"{self.prefix}run_{attempt:02}.json"
+
+    def refuse_foreign_runs(self, attempts: Iterable[int]) -> None:
+        """Stop when the folder holds label runs that this labelling would leave among its own.
+
+        Raises:
+            InputError: a run with another number is there: the aggregator's glob would mix the two.
+        """
+        ours = {self.run(a) for a in attempts}
+        for path in sorted(self.folder.glob(f"{self.prefix}run_*.json")):
+            if path not in ours:
+                raise InputError(
+                    f"{path}: a label run of another labelling; move it away or choose another --output-dir"
+                )
 
 
 def examples(name: str, labelled: Iterable[Labelled]) -> list[dict[str, Any]]:
@@ -73,9 +85,10 @@ def run_json(attempt: int, labelled: Iterable[Labelled], names: Iterable[str], *
     return data
 
 
-def write_runs(folder: Path, candidates: dict[str, Any], runs: Mapping[int, dict[str, Any]]) -> None:
-    """Write candidates and runs, each file atomically."""
-    refuse_foreign_runs(folder, runs)
-    write_json(folder / "candidate_capabilities.json", candidates)
+def write_runs(target: Target, candidates: dict[str, Any] | None, runs: Mapping[int, dict[str, Any]]) -> None:
+    """Write the runs, and the candidates unless they are there already; each file atomically."""
+    target.refuse_foreign_runs(runs)
+    if candidates is not None:
+        write_json(target.candidates, candidates)
     for attempt, data in runs.items():
-        write_json(run_path(folder, attempt), data)
+        write_json(target.run(attempt), data)
