@@ -121,7 +121,10 @@ def _reward_levels(evidence: Evidence) -> Check:
     shown = ", ".join(f"{r:g}" for r in sorted(rewards)[:8])
     advice = "pay for the steps on the way, so that groups of rollouts are rarely constant"
     expected = f">= {wanted} levels over random, nearly right and right play"
-    return Check("reward_levels", len(rewards) >= wanted, f"{len(rewards)}: {shown}", expected, advice)
+    passed = len(rewards) >= wanted
+    if not passed and not evidence.environment.spec.name.startswith("capability_"):
+        return Check("reward_levels", None, f"{len(rewards)}: {shown}; a benchmark, not trained on", expected)
+    return Check("reward_levels", passed, f"{len(rewards)}: {shown}", expected, advice)
 
 
 def _ends(evidence: Evidence) -> Check:
@@ -144,9 +147,8 @@ def _determinism(evidence: Evidence) -> Check:
 
 
 def _seed_diversity(evidence: Evidence) -> Check:
-    starts = [json.dumps(r.messages[:2], sort_keys=True, default=str) for r in evidence.played["oracle"]]
-    share = len(set(starts)) / len(starts)
-    expected = f">= {evidence.settings.min_distinct:.0%} of seeds have a first message of their own"
+    share = len(set(evidence.starts)) / evidence.settings.seeds
+    expected = f">= {evidence.settings.min_distinct:.0%} of seeds start with a prompt of their own"
     return Check("seed_diversity", share >= evidence.settings.min_distinct, f"{share:.0%}", expected)
 
 

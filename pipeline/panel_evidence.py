@@ -7,6 +7,7 @@ from the evidence in ``pipeline.panel_checks``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -63,6 +64,7 @@ class Evidence:
     facts: SourceFacts
     oracles: dict[int, list[Action]] = dataclasses.field(default_factory=dict)
     oracle_fault: str | None = None
+    starts: list[str] = dataclasses.field(default_factory=list)  # what the policy sees first, per seed
     played: dict[str, list[EpisodeResult]] = dataclasses.field(default_factory=dict)  # policy -> episodes
     unfinished: dict[str, int] = dataclasses.field(default_factory=dict)  # policy -> episodes not done at max_steps
     max_steps: set[int] = dataclasses.field(default_factory=set)
@@ -152,6 +154,11 @@ def panel_policies(evidence: Evidence) -> dict[str, dict[str, Callable[[int], Ag
 async def _play_all(evidence: Evidence) -> None:
     spec, seeds = evidence.environment.spec, range(evidence.settings.seeds)
     game = new_game(evidence.environment)
+    for seed in seeds:
+        with contextlib.suppress(EnvironmentFault):  # the check `runs` says so
+            game.reset(seed)
+            start = [game.get_system_prompt(), game.get_messages()]
+            evidence.starts.append(json.dumps(start, sort_keys=True, default=str))
     await _play_policy(evidence, game, "oracle", lambda s: scripted_agent(evidence.oracles.get(s, [])))
     for check, variants in panel_policies(evidence).items():
         for variant, make in variants.items():

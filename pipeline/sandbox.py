@@ -20,6 +20,7 @@ alone, which changes to a uid of its own per sandbox before anything foreign run
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -31,6 +32,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -172,7 +174,7 @@ def command(
     for folder in sorted({str(p) for _, target in binds for p in Path(target).parents if p != Path("/")}):
         outer += ["--perms", "0755", "--dir", folder]  # bwrap's own default is 0700, closed to the sandbox's uid
     for source, target in binds:
-        outer += ["--ro-bind", source, target]
+        outer += ["--ro-bind", _readable(source) if own_uid else source, target]
     outer += [
         "--proc",
         "/proc",
@@ -189,6 +191,39 @@ def command(
     for name, value in {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", **(environment or {})}.items():
         outer += ["--setenv", name, value]
     return [*outer, "--chdir", cwd, "--", *inner]
+
+
+def _open_to_others(path: Path) -> bool:
+    """Whether a user without rights of its own can read ``path`` and, for a folder, everything in it."""
+    mode = path.stat().st_mode
+    if not path.is_dir():
+        return bool(mode & 0o004)
+    return mode & 0o005 == 0o005 and all(_open_to_others(p) for p in path.iterdir() if not p.is_symlink())
+
+
+@functools.cache
+def _stage() -> Path:
+    stage = Path(tempfile.mkdtemp(prefix="trace-sandbox-"))
+    stage.chmod(0o755)
+    atexit.register(shutil.rmtree, stage, ignore_errors=True)
+    return stage
+
+
+def _readable(source: str) -> str:
+    """``source``, or a copy of it that the sandbox's uid may read (a checkout made under umask 077, say)."""
+    path = Path(source)
+    if _open_to_others(path):
+        return source
+    copy = Path(tempfile.mkdtemp(dir=_stage())) / path.name
+    copy.parent.chmod(0o755)
+    if path.is_dir():
+        shutil.copytree(path, copy, symlinks=True)
+    else:
+        shutil.copy(path, copy)
+    for item in (copy, *copy.rglob("*")):
+        if not item.is_symlink():
+            item.chmod(0o755 if item.is_dir() else 0o644)
+    return str(copy)
 
 
 def _system_binds() -> list[str]:
