@@ -18,6 +18,7 @@ class ScriptedEngine:
         self.codec, self.policy, self.delay_s = codec, policy, delay_s
         self.prompts: list[list[int]] = []
         self.adapters: dict[str, str] = {}
+        self.by_adapter: dict[str, Policy] = {}  # for adapters whose name begins so
         self.asked: list[tuple[str | None, SamplingParams]] = []
         self.in_flight = self.max_in_flight = self.n_sampled_tokens = 0
 
@@ -30,7 +31,8 @@ class ScriptedEngine:
             await asyncio.sleep(self.delay_s)
         finally:
             self.in_flight -= 1
-        answer = self.policy(self.codec.tokenizer.decode(prompt_ids), params)
+        policy = next((p for name, p in self.by_adapter.items() if (adapter or "").startswith(name)), self.policy)
+        answer = policy(self.codec.tokenizer.decode(prompt_ids), params)
         ids = answer if isinstance(answer, list) else [*self.codec._encode(answer), self.codec.end_of_turn]
         cut = len(ids) > params.max_new_tokens
         ids = ids[: params.max_new_tokens]

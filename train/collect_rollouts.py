@@ -167,6 +167,7 @@ async def _sample(
     if args.adapter is not None:
         name = next(iter(folders), args.adapter)
         adapter = await attach_adapter(opened, name, folders.get(name))
+    meter.write()  # a first batch can take long
     params = EpisodeParams(
         max_new_tokens=args.max_new_tokens,
         max_seq_length=opened.fit(args.max_seq_length),

@@ -124,22 +124,22 @@ def main() -> int:
     specs = [get_game(name, args.root) for name in names]
     options = engine_options(args)
     curves = read_curves(args.train_metrics)
-    store = ResultStore(args.out_dir / "rollouts", plan, options.served_model or options.model)
-    try:
-        with as_folders(parse_adapters(args.adapters)) as folders:
-            systems = systems_from(args, folders)
+    with as_folders(parse_adapters(args.adapters)) as folders:
+        systems = systems_from(args, folders)
+        store = ResultStore(args.out_dir / "rollouts", plan, options.served_model or options.model)
+        try:
             asyncio.run(sample_all(args, options, systems, specs, plan, store))
-        entries = {
-            (system.name, spec.name, mode): store.finish(system, spec, mode)
-            for system in systems
-            for spec in specs
-            for mode in plan.modes
-        }
-    finally:
-        store.close()
-    result = evaluate_entries(entries, systems, plan, args.bootstrap, args.seed)
-    result["info"] = describe_run(args, options, plan)
-    result["routing"] = read_routing(args, specs, systems)
+            entries = {
+                (system.name, spec.name, mode): store.finish(system, spec, mode)
+                for system in systems
+                for spec in specs
+                for mode in plan.modes
+            }
+        finally:
+            store.close()
+        result = evaluate_entries(entries, systems, plan, args.bootstrap, args.seed)
+        result["info"] = describe_run(args, options, plan)
+        result["routing"] = read_routing(args, specs, systems)
     write_json(args.out_dir / "evaluation.json", result)
     write_text(args.out_dir / "report.html", render_report(result, curves, entries))
     print_table(result)

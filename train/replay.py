@@ -1,6 +1,6 @@
 """Play dumped rollouts again: the recorded turns go through the environment as it is now, and rewards are compared.
 
-    python -m train.replay runs/x/rollouts/a_000003.jsonl [--env capability_a] [--json-output report.json] [--html page.html]
+    python -m train.replay runs/x/rollouts/a_000003.jsonl [--env capability_a] [--json-output R] [--html page.html]
 
 Reads rollouts files (JSON) and a trainer's dumps (JSONL). Exit 1 when a reward differs: the environment has changed, or
 it is not a function of its seed and the actions.
@@ -23,6 +23,7 @@ from pipeline.files import InputError, check, parse_json, read_jsonl, read_text,
 from train.rollout import EnvironmentPool
 
 TOLERANCE = 1e-9
+CUT = "Error: the message was cut at the token limit"  # what the episode loop answers to a cut turn
 
 
 class ReplayEntry(BaseModel):
@@ -81,23 +82,21 @@ def read_entries(path: Path) -> Iterator[ReplayEntry]:
 
 def recorded_replies(entry: ReplayEntry, n_given: int) -> list[Reply]:
     """What the policy said, turn by turn. ``n_given``: messages that the environment had before the first turn."""
-    replies = []
-    for message in entry.messages[n_given:]:
-        if message.get("role") != "assistant":
-            continue
-        if message.get("raw_content"):
-            replies.append(Reply(text=str(message["raw_content"])))
-            continue
-        calls = message.get("tool_calls") or []
-        if not calls:
-            replies.append(Reply(text=str(message.get("content") or "")))
-            continue
-        actions = tuple(
-            {"name": c["function"]["name"], "arguments": parse_json(c["function"]["arguments"], "tool call")}
-            for c in calls
-        )
-        replies.append(Reply(text=str(message.get("content") or ""), actions=actions))
-    return replies
+    said = entry.messages[n_given:]
+    after = [*said[1:], {}]
+    return [_reply(m, str(n.get("content"))) for m, n in zip(said, after, strict=True) if m.get("role") == "assistant"]
+
+
+def _reply(message: Mapping[str, Any], answer: str) -> Reply:
+    """The reply behind one assistant message: its text as sampled, else the calls that a server gave."""
+    content, calls = str(message.get("content") or ""), message.get("tool_calls") or []
+    if message.get("raw_content"):
+        return Reply(text=str(message["raw_content"]))
+    if not calls:
+        return Reply(text=content, finish_reason="length" if answer.startswith(CUT) else "stop")
+    names = [c["function"]["name"] for c in calls]
+    arguments = [parse_json(c["function"]["arguments"], "tool call") for c in calls]
+    return Reply(content, actions=tuple({"name": n, "arguments": a} for n, a in zip(names, arguments, strict=True)))
 
 
 async def replay_entry(spec: GameSpec, pool: EnvironmentPool, entry: ReplayEntry) -> Replayed:
@@ -124,7 +123,11 @@ async def replay_entry(spec: GameSpec, pool: EnvironmentPool, entry: ReplayEntry
     if isinstance(result.outcome, Failed):
         return Replayed(entry, recorded, None, f"{result.outcome.kind}: {result.outcome.detail}")
     pool.give_back(game)
-    detail = "" if len(result.messages) == len(entry.messages) else "the conversation has another length"
+    pairs = enumerate(zip(result.messages, entry.messages, strict=False))
+    at = next((i for i, (now, then) in pairs if now.get("content") != then.get("content")), None)
+    if at is None and len(result.messages) != len(entry.messages):
+        at = min(len(result.messages), len(entry.messages))
+    detail = "" if at is None else f"(the conversation differs from message {at} on)"
     return Replayed(entry, recorded, result.outcome.reward, detail)
 
 
@@ -169,7 +172,11 @@ def main() -> int:
         where = f"{r.entry.game} seed {r.entry.task_id} sample {r.entry.sample_idx}"
         sys.stdout.write(f"{where}: recorded {r.recorded:.6f}, now {now} {r.detail}\n")
     errors = len(entries) - len(replayed)
-    print(f"{len(replayed)} episodes replayed, {len(different)} differ, {errors} without a reward skipped")
+    otherwise = sum(r.equal and bool(r.detail) for r in replayed)
+    print(
+        f"{len(replayed)} episodes replayed, {len(different)} rewards differ, {otherwise} more conversations differ, "
+        f"{errors} without a reward skipped"
+    )
     return 1 if different else 0
 
 

@@ -185,6 +185,7 @@ async def _collect_cells(
         store.log(system, spec, mode).add(entry)
         meter.add(episode)
 
+    meter.write()  # a first batch can take long
     first = jobs[0].params
     assert first is not None
     try:
