@@ -1,0 +1,244 @@
+"""Adapter delivery: versioned names, unloading, and the canary that tells arrived weights from stale ones."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scripted_server import ScriptedServer
+
+from pipeline.files import InputError
+from train.delivery import AdapterDelivery, Canary, DeliveryError, adapter_name, compare_canary
+from train.vllm_engine import VllmEngine
+from train.vllm_pool import PoolTimes
+
+FAST = PoolTimes(request_s=2.0, probe_every_s=0.1, probe_timeout_s=0.3, patience_s=0.3, backoff_s=0.01)
+N = 200
+IDS = tuple(range(10, 11 + N))
+ROUNDING = 0.07  # nats rms between bf16 engines of equal weights
+
+
+def logprobs(seed: int, around: np.ndarray | None = None, scale: float = 1.0) -> np.ndarray:
+    noise = np.random.default_rng(seed).normal(size=N) * scale
+    return np.minimum(-0.01, (np.full(N, -2.0) if around is None else around) + noise)
+
+
+def canary(new: np.ndarray, old: np.ndarray) -> Canary:
+    return Canary(IDS, tuple(new.tolist()), tuple(old.tolist()))
+
+
+# ------------------------------------------------------------------ the comparison
+
+
+def test_right_weights_pass_and_stale_ones_are_found() -> None:
+    old = logprobs(0)
+    new = logprobs(1, old, 0.3)
+    fresh = compare_canary(logprobs(2, new, ROUNDING), new, old)
+    stale = compare_canary(logprobs(3, old, ROUNDING), new, old)
+    assert fresh.resolved and not fresh.wrong and fresh.error_new < 0.1 < fresh.error_old
+    assert stale.resolved and stale.wrong and stale.error_old < 0.1 < stale.error_new
+
+
+def test_a_step_smaller_than_the_rounding_decides_nothing() -> None:
+    """Half of such comparisons come out the wrong way round by chance; none may stop a healthy run."""
+    verdicts = []
+    for seed in range(200):
+        old = logprobs(seed)
+        new = logprobs(seed + 1000, old, 0.002)
+        verdicts.append(compare_canary(logprobs(seed + 2000, new, ROUNDING), new, old))
+    assert not any(v.wrong or v.resolved for v in verdicts)
+    assert 0.2 < sum(v.error_new > v.error_old for v in verdicts) / 200 < 0.8
+
+
+def test_no_false_alarm_where_the_comparison_is_decided() -> None:
+    verdicts = []
+    for seed in range(300):
+        old = logprobs(seed)
+        new = logprobs(seed + 1000, old, 0.06)
+        verdicts.append(compare_canary(logprobs(seed + 2000, new, ROUNDING), new, old))
+    assert sum(v.resolved for v in verdicts) > 200 and not any(v.wrong for v in verdicts)
+
+
+def test_another_model_altogether_is_found_even_when_nothing_moved() -> None:
+    old = logprobs(0)
+    result = compare_canary(logprobs(1, old, 1.5), old, old)
+    assert result.wrong and not result.resolved and result.moved == 0.0
+
+
+def test_first_version_equal_to_the_base_is_no_alarm() -> None:
+    """LoRA starts with B = 0: new and old log-probs are the same numbers."""
+    old = logprobs(0)
+    result = compare_canary(logprobs(1, old, ROUNDING), old, old)
+    assert not result.wrong and not result.resolved and result.error_new == result.error_old
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [{"new_logprobs": (0.0,) * 3}, {"old_logprobs": ()}, {"new_logprobs": (math.nan,) * N}, {"token_ids": (1,)}],
+)
+def test_broken_canaries_are_refused(broken: dict[str, Any]) -> None:
+    good = {"token_ids": IDS, "new_logprobs": (-1.0,) * N, "old_logprobs": (-1.0,) * N}
+    with pytest.raises(InputError, match="canary"):
+        Canary(**{**good, **broken})
+
+
+# ------------------------------------------------------------------ against a server
+
+
+def folder(tmp_path: Path, name: str) -> str:
+    path = tmp_path / name
+    path.mkdir(exist_ok=True)
+    (path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    return str(path)
+
+
+def deliver(server: ScriptedServer, steps: Callable[[AdapterDelivery], Any]) -> Any:
+    async def run() -> Any:
+        engine = VllmEngine(server.url, "scripted", [2], times=FAST)
+        try:
+            return await steps(AdapterDelivery(engine))
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def serve(server: ScriptedServer, by_model: Callable[[str], np.ndarray]) -> None:
+    """Prompt log-probs of the server; the first prompt token has none."""
+    server.prompt_logprob = lambda ids, model: [-1.0, *np.minimum(-0.001, by_model(model)).tolist()]
+
+
+def test_delivery_reports_its_time_and_both_errors(scripted_server: ScriptedServer, tmp_path: Path) -> None:
+    old, new = logprobs(0), logprobs(1, logprobs(0), 0.4)
+    serve(scripted_server, lambda model: logprobs(2, new if model == "lookup@v1" else old, ROUNDING))
+
+    async def steps(delivery: AdapterDelivery) -> Any:
+        return await delivery.deliver("lookup", 1, folder(tmp_path, "v1"), canary(new, old))
+
+    report = deliver(scripted_server, steps)
+    assert report.name == adapter_name("lookup", 1) == "lookup@v1"
+    assert 0 < report.load_s <= report.seconds < 5
+    assert report.canary.resolved and report.canary.error_new < report.canary.error_old
+    body = scripted_server.calls("/v1/completions")[-1]
+    assert body["model"] == "lookup@v1" and body["prompt"] == list(IDS) and body["prompt_logprobs"] == 0
+
+
+def test_stale_weights_stop_the_run_with_both_numbers(scripted_server: ScriptedServer, tmp_path: Path) -> None:
+    old, new = logprobs(0), logprobs(1, logprobs(0), 0.4)
+    serve(scripted_server, lambda model: logprobs(2, old, ROUNDING))
+
+    async def steps(delivery: AdapterDelivery) -> None:
+        await delivery.deliver("lookup", 1, folder(tmp_path, "v1"), canary(new, old))
+
+    with pytest.raises(DeliveryError, match=r"does not run lookup@v1: .* by 0\.\d{4} and .* by 0\.0\d{3} nats rms"):
+        deliver(scripted_server, steps)
+
+
+def test_one_stale_server_among_many_is_named(scripted_server: ScriptedServer, tmp_path: Path) -> None:
+    old, new = logprobs(0), logprobs(1, logprobs(0), 0.4)
+    serve(scripted_server, lambda model: logprobs(2, new, ROUNDING))
+    with ScriptedServer() as other:
+        serve(other, lambda model: logprobs(3, old, ROUNDING))
+
+        async def run() -> None:
+            engine = VllmEngine(f"{scripted_server.url},{other.url}", "scripted", [2], times=FAST)
+            try:
+                await AdapterDelivery(engine).deliver("a", 1, folder(tmp_path, "v1"), canary(new, old))
+            finally:
+                await engine.close()
+
+        with pytest.raises(DeliveryError, match=other.url):
+            asyncio.run(run())
+
+
+def test_adapter_stuck_at_an_old_version_is_found_once_small_steps_add_up(
+    scripted_server: ScriptedServer, tmp_path: Path
+) -> None:
+    """Each step alone is below the rounding. The reference stays where it last was certain."""
+    versions = [logprobs(0)]
+    direction = np.random.default_rng(9).normal(size=N)
+    for _ in range(30):
+        versions.append(np.minimum(-0.01, versions[-1] + 0.015 * direction))
+    assert not compare_canary(logprobs(5, versions[1], ROUNDING), versions[1], versions[0]).resolved
+    serve(scripted_server, lambda model: logprobs(int(model.split("@v")[1]) + 100, versions[0], ROUNDING))
+
+    async def steps(delivery: AdapterDelivery) -> int:
+        for k in range(1, 31):
+            try:
+                await delivery.deliver("a", k, folder(tmp_path, f"v{k}"), canary(versions[k], versions[k - 1]))
+            except DeliveryError:
+                return k
+        return 0
+
+    assert 2 <= deliver(scripted_server, steps) <= 15
+
+
+def test_healthy_small_steps_are_never_stopped(scripted_server: ScriptedServer, tmp_path: Path) -> None:
+    versions = [logprobs(0)]
+    for k in range(30):
+        versions.append(np.minimum(-0.01, logprobs(k + 50, versions[-1], 0.02)))
+    rng = np.random.default_rng(4)
+    serve(scripted_server, lambda model: versions[int(model.split("@v")[1])] + rng.normal(size=N) * ROUNDING)
+
+    async def steps(delivery: AdapterDelivery) -> list[bool]:
+        resolved = []
+        for k in range(1, 31):
+            report = await delivery.deliver("a", k, folder(tmp_path, f"v{k}"), canary(versions[k], versions[k - 1]))
+            resolved.append(report.canary is not None and report.canary.resolved)
+        return resolved
+
+    assert any(deliver(scripted_server, steps))
+
+
+def test_old_versions_are_unloaded_and_one_is_kept_for_stragglers(
+    scripted_server: ScriptedServer, tmp_path: Path
+) -> None:
+    listed: list[set[str]] = []
+
+    async def steps(delivery: AdapterDelivery) -> None:
+        for k in range(1, 5):
+            await delivery.deliver("a", k, folder(tmp_path, f"v{k}"))
+            await asyncio.sleep(0.05)
+            listed.append(set(scripted_server.adapters))
+        await delivery.close()
+
+    deliver(scripted_server, steps)
+    assert listed == [{"a@v1"}, {"a@v1", "a@v2"}, {"a@v2", "a@v3"}, {"a@v3", "a@v4"}]
+    assert scripted_server.adapters == {}
+
+
+def test_capabilities_do_not_unload_each_other(scripted_server: ScriptedServer, tmp_path: Path) -> None:
+    async def steps(delivery: AdapterDelivery) -> set[str]:
+        for capability in ("a", "b", "c"):
+            for k in (1, 2, 3):
+                await delivery.deliver(capability, k, folder(tmp_path, f"{capability}{k}"))
+        await asyncio.sleep(0.1)
+        return set(scripted_server.adapters)
+
+    assert deliver(scripted_server, steps) == {f"{c}@v{k}" for c in "abc" for k in (2, 3)}
+
+
+def test_replica_that_forgot_the_adapter_is_explained(scripted_server: ScriptedServer, tmp_path: Path) -> None:
+    """Several API processes behind one port: one took the adapter, the canary reached another."""
+    plain = scripted_server._load
+
+    async def forgets(request: Any) -> Any:
+        response = await plain(request)
+        scripted_server.adapters.clear()
+        return response
+
+    scripted_server.stop()
+    scripted_server._load = forgets  # type: ignore[method-assign]
+    scripted_server.start()
+    old, new = logprobs(0), logprobs(1, logprobs(0), 0.4)
+
+    async def steps(delivery: AdapterDelivery) -> None:
+        await delivery.deliver("a", 1, folder(tmp_path, "v1"), canary(new, old))
+
+    with pytest.raises(InputError, match="--api-server-count 1"):
+        deliver(scripted_server, steps)
