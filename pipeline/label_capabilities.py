@@ -5,6 +5,10 @@
     python pipeline/aggregate_capabilities.py --runs 'runs/labels/run_*.json' \\
         --candidates runs/labels/candidate_capabilities.json --export runs/selected_capabilities.json
 
+    # discovery and labelling by a model behind an OpenAI-compatible endpoint; run again to resume
+    python pipeline/label_capabilities.py --labeler model --base-url http://localhost:8000/v1 --model M \\
+        --input summaries.json --output-dir runs/labels
+
     # labels that coding agents wrote: check one agent's file on the blind summaries, then make the runs
     python pipeline/label_capabilities.py --labeler files --check --input blind.json \\
         --candidates candidates_blind.json --labels labels_01.json
@@ -17,10 +21,11 @@ Writes candidate_capabilities.json and run_01.json ... to --output-dir.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 from pathlib import Path
 
-from pipeline import checks_labeler, file_labels
+from pipeline import checks_labeler, file_labels, model_options
 from pipeline.candidates import load_candidates
 from pipeline.command_line import Parser, positive_int
 from pipeline.files import InputError, run_cli, write_json
@@ -30,22 +35,23 @@ from pipeline.labels import find_runs
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--labeler", choices=["checks", "files"], required=True, help="who labels")
+    parser.add_argument("--labeler", choices=["checks", "model", "files"], required=True, help="who labels")
     parser.add_argument("--input", required=True, help="summaries file, or a rollouts file for --labeler checks")
     parser.add_argument("--output-dir", help="folder for the candidates and the runs")
     parser.add_argument("--file-prefix", default="", help="what the names of the written files begin with")
     parser.add_argument("--n-runs", type=positive_int, default=10, help="independent labellings")
+    parser.add_argument(
+        "--n-candidates", type=positive_int, default=10, help="most candidates that discovery may propose"
+    )
+    parser.add_argument("--candidates", help="candidate_capabilities.json (--labeler model: instead of discovery)")
     parser.add_argument("--part", choices=["mine", "score"], default="mine", help="part of a split input to label")
     checks = parser.add_argument_group("--labeler checks")
     checks.add_argument("--checks-module", help="module with CANDIDATES and capability_checks(seed, messages)")
     checks.add_argument("--pass-threshold", type=float, default=1.0, help="reward from which a rollout has passed")
+    model_options.add_options(parser)
     files = parser.add_argument_group("--labeler files")
-    files.add_argument("--candidates", help="candidate_capabilities.json")
     files.add_argument(
         "--labels", nargs="+", help="label files: paths or quoted globs; without them candidates are checked"
-    )
-    files.add_argument(
-        "--n-candidates", type=positive_int, default=10, help="most candidates that discovery may propose"
     )
     files.add_argument("--check", action="store_true", help="check only, write no run")
     files.add_argument("--blind-candidates", help="write names and descriptions without examples, for labellers")
@@ -112,7 +118,12 @@ def label_by_files(args: argparse.Namespace) -> str:
     return f"{len(runs)} runs of {len(subjects)} trajectories and {len(names)} capabilities -> {args.output_dir}"
 
 
-LABELERS = {"checks": label_by_checks, "files": label_by_files}
+def label_by_model(args: argparse.Namespace) -> str:
+    """Discovery (unless there are candidates) and labelling through an endpoint."""
+    return asyncio.run(model_options.label(args, target_of(args)))
+
+
+LABELERS = {"checks": label_by_checks, "files": label_by_files, "model": label_by_model}
 
 
 def main() -> int:

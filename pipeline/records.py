@@ -40,8 +40,9 @@ class Message(BaseModel):
     cut_chars: StrictInt = Field(default=0, ge=0)
 
     def text(self) -> str:
-        """All that a quote may come from."""
-        return "\n".join([self.content, *(f"{c.name} {c.arguments}" for c in self.calls)])
+        """What a labeller sees of the message and may quote: its content and its calls."""
+        lines = [self.content] if self.content else []
+        return "\n".join([*lines, *(f"call {c.name}({c.arguments})" for c in self.calls)])
 
 
 class Record(BaseModel):

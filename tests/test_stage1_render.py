@@ -15,7 +15,8 @@ from stage1_helpers import ROOT, Done, run_main
 import render_pipeline
 from pipeline import _summarize, aggregate_capabilities, label_capabilities
 from pipeline.files import InputError
-from render_pipeline import PROMPTS, CapabilityConfig, context_of, load_config, render
+from pipeline.templates import PROMPTS, render
+from render_pipeline import CapabilityConfig, context_of, load_config
 
 MINIMAL = "model: some/model\neval_results: results.json\n"
 
