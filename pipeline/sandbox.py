@@ -194,11 +194,9 @@ def command(
 
 
 def _open_to_others(path: Path) -> bool:
-    """Whether a user without rights of its own can read ``path`` and, for a folder, everything in it."""
-    mode = path.stat().st_mode
-    if not path.is_dir():
-        return bool(mode & 0o004)
-    return mode & 0o005 == 0o005 and all(_open_to_others(p) for p in path.iterdir() if not p.is_symlink())
+    """Whether a user without rights of its own can read ``path``. Of a folder only its own mode is looked at."""
+    wanted = 0o005 if path.is_dir() else 0o004
+    return path.stat().st_mode & wanted == wanted
 
 
 @functools.cache
@@ -298,12 +296,19 @@ def run(
     limits: Limits | None = None,
     binds: Sequence[tuple[str, str]] = (),
     environment: dict[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
 ) -> Finished:
     """Run a program inside to its end or to a limit, and return what it wrote."""
     limits = limits or Limits()
     began = time.monotonic()
     process = start(
-        argv, isolation=isolation, limits=limits, binds=binds, environment=environment, stderr=subprocess.PIPE
+        argv,
+        isolation=isolation,
+        limits=limits,
+        binds=binds,
+        environment=environment,
+        stderr=subprocess.PIPE,
+        pass_fds=pass_fds,
     )
     try:
         output, stopped = _communicate(process, stdin, limits, began)
