@@ -5,9 +5,10 @@ the server's log-probs s of the same sequence must lie nearer to the new ones n 
 
     error_new = sqrt(mean (s - n)^2)     error_old = sqrt(mean (s - o)^2)     moved = sqrt(mean (n - o)^2)
 
-Server and trainer differ by rounding even on equal weights (bf16: about 0.07 rms), and one small optimiser step moves
-the log-probs by less than that. The comparison is decided only when ``moved`` stands out of the rounding; until then
-the old weights stay the reference, so steps add up and an adapter that never arrives is found a few steps later.
+Server and trainer differ by rounding even on equal weights (in bf16 by some hundredths of a nat per token), and one
+small optimiser step moves the log-probs by less than that. The comparison is decided only when ``moved`` stands out of
+the rounding; until then the old weights stay the reference, so steps add up and an adapter that never arrives is found
+a few steps later.
 """
 
 from __future__ import annotations
