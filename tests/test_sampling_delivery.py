@@ -156,6 +156,23 @@ def test_one_stale_server_among_many_is_named(scripted_server: ScriptedServer, t
             asyncio.run(run())
 
 
+def test_server_that_dies_during_the_canary_is_left_out(scripted_server: ScriptedServer, tmp_path: Path) -> None:
+    old, new = logprobs(0), logprobs(1, logprobs(0), 0.4)
+    serve(scripted_server, lambda model: logprobs(2, new, ROUNDING))
+    with ScriptedServer(fail="refuse", fail_paths=("/v1/completions", "/health")) as doomed:
+
+        async def run() -> tuple[Any, int]:
+            engine = VllmEngine(f"{scripted_server.url},{doomed.url}", "scripted", [2], times=FAST)
+            try:
+                report = await AdapterDelivery(engine).deliver("a", 1, folder(tmp_path, "v1"), canary(new, old))
+                return report, len(engine.pool.alive)
+            finally:
+                await engine.close()
+
+        report, alive = asyncio.run(run())
+    assert report.canary.resolved and alive == 1
+
+
 def test_adapter_stuck_at_an_old_version_is_found_once_small_steps_add_up(
     scripted_server: ScriptedServer, tmp_path: Path
 ) -> None:

@@ -145,9 +145,16 @@ class AdapterDelivery:
         if len(reference) != len(canary.new_logprobs):  # the caller changed its sequence
             reference = canary.old_logprobs
         live = engine.pool.alive
-        scores = await asyncio.gather(*(engine.score(server, canary.token_ids, name) for server in live))
-        results = [compare_canary(score, canary.new_logprobs, reference) for score in scores]
-        for server, result in zip(live, results, strict=True):
+        scores = await asyncio.gather(
+            *(engine.score(server, canary.token_ids, name) for server in live), return_exceptions=True
+        )
+        for server, score in zip(live, scores, strict=True):
+            # a server that died meanwhile loads the adapter when it returns; any other fault is one of this delivery
+            if isinstance(score, BaseException) and (server.alive or not engine.pool.alive):
+                raise score
+        judged = [(s, score) for s, score in zip(live, scores, strict=True) if not isinstance(score, BaseException)]
+        results = [compare_canary(score, canary.new_logprobs, reference) for _, score in judged]
+        for (server, _), result in zip(judged, results, strict=True):
             if result.wrong:
                 raise DeliveryError(
                     f"{server.url} does not run {name}: its log-probs differ from the trainer's new weights by "

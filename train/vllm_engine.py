@@ -109,8 +109,10 @@ class VllmEngine:
             if not served:
                 reasons = "; ".join(f"{s.url}: {s.why_dead}" for s in self.pool.servers)
                 raise ServerError(f"no vLLM server answers ({reasons}); start it, or check --base-url / VLLM_BASE_URLS")
-            for models in served:
-                self.model = self._base_name(models)
+            names = {self._base_name(models) for models in served}
+            if len(names) > 1:
+                raise InputError(f"the servers serve different models ({', '.join(sorted(names))}); use one base model")
+            self.model = names.pop()
             lengths = [m.max_model_len for m in served if m.max_model_len is not None]
             self.max_model_len = min(lengths) if lengths else None
             self._models = served[0]
