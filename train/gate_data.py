@@ -154,10 +154,7 @@ def _from_rollouts(
     if not paths:
         raise InputError(f"grpo_data_glob {config.grpo_data_glob}: matches no file; collect rollouts or set it to null")
     for path in paths:
-        data = read_json(path, "rollouts file")
-        if not isinstance(data, dict) or not isinstance(data.get("simulations"), list):
-            raise InputError(f'rollouts file {path}: expected an object with "simulations"; check grpo_data_glob')
-        for number, raw in enumerate(data["simulations"]):
+        for number, raw in enumerate(_simulations(path)):
             where = f"rollouts file {path} simulations[{number}]"
             record = check(RolloutRecord, raw, where)
             slot, reason = _slot_of(record, slots, config.min_reward, where)
@@ -169,6 +166,16 @@ def _from_rollouts(
             else:
                 ids, mask = _tokens_of(record.messages, record.tools, codec, where)
             yield _episode(ids, mask, slot, where, config)
+
+
+def _simulations(path: str) -> Iterable[Any]:
+    """The entries of a rollouts file, or of a trainer's rollout log (JSONL, one entry a line)."""
+    if path.endswith(".jsonl"):
+        return read_jsonl(path, "rollout log", torn_tail_ok=True)
+    data = read_json(path, "rollouts file")
+    if not isinstance(data, dict) or not isinstance(data.get("simulations"), list):
+        raise InputError(f'rollouts file {path}: expected an object with "simulations"; check grpo_data_glob')
+    return list(data["simulations"])
 
 
 def _slot_of(record: RolloutRecord, slots: dict[str, int], min_reward: float, where: str) -> tuple[int | None, str]:

@@ -1,0 +1,43 @@
+"""Write the gate's configuration for a quickstart run: its adapters, and the rollouts of the last training iterations."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import yaml
+
+from pipeline.files import run_cli, write_text
+
+LAST = 4  # iterations whose rollouts the gate learns from: the adapters are nearly what they will be
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", type=Path, required=True, help="run folder")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--names", nargs="+", required=True, help="capabilities in slot order")
+    parser.add_argument("--iterations", type=int, required=True, help="of the training run")
+    args = parser.parse_args()
+    first = max(1, args.iterations - LAST + 1)
+    recent = args.run / "gate_rollouts"
+    recent.mkdir(parents=True, exist_ok=True)
+    for name in args.names:
+        for iteration in range(first, args.iterations + 1):
+            link = recent / f"{name}_{iteration:06d}.jsonl"
+            link.unlink(missing_ok=True)
+            link.symlink_to((args.run / "train" / "rollouts" / link.name).resolve())
+    config = {
+        "run_name": "quickstart",
+        "output_dir": str(args.run / "gate"),
+        "base_model": args.model,
+        "adapter_dir": str(args.run / "adapters"),
+        "adapter_names": args.names,
+        "grpo_data_glob": str(recent / "*.jsonl"),
+    }
+    write_text(args.run / "moe_gate.yaml", yaml.safe_dump(config, sort_keys=False))
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(main)
