@@ -177,18 +177,22 @@ def summarize(trials: Sequence[Trial], draws: int = BOOTSTRAP, seed: int = 0) ->
 def compare(
     systems: Mapping[str, Sequence[Trial]], baseline: str, singles: Sequence[str], draws: int = BOOTSTRAP, seed: int = 0
 ) -> dict[str, dict[str, object]]:
-    """Paired differences of every system to the baseline and to the best single adapter (by mean reward here).
+    """Paired differences of every system to the baseline and to the best single adapter (by mean reward here),
+    of the mean reward and, with the prefix ``success_``, of the success rate.
 
     The best single adapter is picked on the same seeds, which favours it: a system that beats it does so honestly.
     """
     means = {name: seed_means(trials) for name, trials in systems.items()}
+    successes = {name: seed_means(trials, success=True) for name, trials in systems.items()}
     ranked = [s for s in singles if means.get(s)]
     best = max(ranked, key=lambda s: (float(np.mean(list(means[s].values()))), s), default=None)
     result: dict[str, dict[str, object]] = {}
     for name in systems:
         row: dict[str, object] = {"best_single": best}
         for key, other in (("vs_base", baseline), ("vs_best_single", best)):
-            usable = other is not None and other != name and bool(means[name].keys() & means[other].keys())
-            row[key] = paired_difference(means[name], means[other], draws, seed).to_json() if usable and other else None
+            for prefix, table in (("", means), ("success_", successes)):
+                usable = other is not None and other != name and bool(table[name].keys() & table[other].keys())
+                difference = paired_difference(table[name], table[other], draws, seed) if usable and other else None
+                row[prefix + key] = difference.to_json() if difference else None
         result[name] = row
     return result
