@@ -16,7 +16,7 @@ from pipeline.labels import ABSENT, LACKING, PRESENT, LabelSet
 from pipeline.selection import Thresholds
 
 Floats = npt.NDArray[np.float32]
-BLOCK = 20_000_000  # weights held at once: 80 MB in float32, in which counts below 2**24 are exact
+BLOCK = 4_000_000  # weights held at once: 16 MB in float32, in which counts below 2**24 are exact
 EDGE = 1e-6  # a rate within this of its threshold reaches it: the exact rule is in ``selection``
 
 
@@ -35,7 +35,7 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """``coverage`` and ``gap`` [resamples, runs]; NaN in a run that lacks the capability."""
+    """``coverage`` and ``gap`` [samples, runs, capabilities]; NaN where a run lacks the capability."""
 
     coverage: Floats
     gap: Floats
@@ -61,26 +61,52 @@ def task_of(trajectory: str) -> str:
     return trajectory.partition("#")[0]
 
 
-def _indicators(labels: LabelSet, capability: int) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:
-    """LACKING and PRESENT [ids, runs] as 0/1, and which runs have the capability."""
-    codes_IR = labels.codes[:, capability, :].T
-    has_R = codes_IR[0] != ABSENT
-    return (codes_IR == LACKING).astype(np.float32), (codes_IR == PRESENT).astype(np.float32), has_R
-
-
 def _divide(numerator: Floats, denominator: Floats) -> Floats:
     return np.divide(numerator, denominator, out=np.zeros_like(numerator), where=denominator > 0)
 
 
-def rates(failed_BI: Floats, passed_BI: Floats, lacking_IR: Floats, present_IR: Floats) -> Rates:
-    """The rates of a capability for ``B`` weightings of failed and passed trajectories."""
-    lacking_failed_BR = failed_BI @ lacking_IR
-    lacking_passed_BR = passed_BI @ lacking_IR
-    n_failed_B1 = np.broadcast_to(failed_BI.sum(axis=1, keepdims=True), lacking_failed_BR.shape)
-    coverage = _divide(lacking_failed_BR, n_failed_B1)
-    on_failed = _divide(lacking_failed_BR, lacking_failed_BR + failed_BI @ present_IR)
-    on_passed = _divide(lacking_passed_BR, lacking_passed_BR + passed_BI @ present_IR)
+def rates(
+    lacking_failed: Floats, present_failed: Floats, lacking_passed: Floats, present_passed: Floats, n_failed: Floats
+) -> Rates:
+    """The rates from counts [B, runs, capabilities] of ``B`` samples; ``n_failed`` [B] is the size of D-."""
+    coverage = _divide(lacking_failed, np.broadcast_to(n_failed[:, None, None], lacking_failed.shape))
+    on_failed = _divide(lacking_failed, lacking_failed + present_failed)
+    on_passed = _divide(lacking_passed, lacking_passed + present_passed)
     return Rates(coverage, on_failed - on_passed)
+
+
+class Counter:
+    """Label counts of many samples at once: one matrix product of weights with the 0/1 indicators of all labels.
+
+    ``has`` [runs, capabilities] tells which runs have a capability; the rates of the others are NaN.
+    """
+
+    def __init__(self, labels: LabelSet) -> None:
+        self.shape = labels.codes.shape[:2]
+        self.has = labels.codes[:, :, 0] != ABSENT
+        flat_IX = labels.codes.reshape(-1, len(labels.ids)).T
+        self.indicators = np.concatenate([flat_IX == LACKING, flat_IX == PRESENT], axis=1).astype(np.float32)
+        self.failed = labels.failed.astype(np.float32)
+        on_failed = self.indicators * self.failed[:, None]
+        self._by_side = np.concatenate([on_failed, self.indicators - on_failed], axis=1)
+
+    def weighted(self, weights_BI: Floats) -> Rates:
+        """Rates when each trajectory counts as often as its weight says."""
+        counts = np.split(weights_BI @ self._by_side, 4, axis=1)
+        return self._rates(counts, weights_BI @ self.failed)
+
+    def dealt(self, failed_BI: Floats) -> Rates:
+        """Rates when the outcomes are those of ``failed_BI`` (0/1) and the labels stay where they are."""
+        on_failed = failed_BI @ self.indicators
+        counts = [*np.split(on_failed, 2, axis=1), *np.split(self.indicators.sum(axis=0) - on_failed, 2, axis=1)]
+        return self._rates(counts, failed_BI.sum(axis=1))
+
+    def _rates(self, counts: list[Floats], n_failed_B: Floats) -> Rates:
+        lacking_failed, present_failed, lacking_passed, present_passed = (c.reshape(-1, *self.shape) for c in counts)
+        found = rates(lacking_failed, present_failed, lacking_passed, present_passed, n_failed_B)
+        if self.has.all():
+            return found
+        return Rates(*(np.where(self.has, v, np.float32(np.nan)) for v in (found.coverage, found.gap)))
 
 
 def bootstrap_weights(labels: LabelSet, n: int, rng: np.random.Generator) -> Iterator[Floats]:
@@ -114,55 +140,33 @@ def resample(labels: LabelSet, thresholds: Thresholds, n: int, seed: int) -> lis
         seed: of the generator; the same seed gives the same numbers.
     """
     rng = np.random.default_rng(seed)
-    failed_I = labels.failed.astype(np.float32)
-    passed_I = 1 - failed_I
-    parts = [_indicators(labels, c) for c in range(len(labels.capabilities))]
-    boot: list[list[Rates]] = [[] for _ in parts]
-    for weights_BI in bootstrap_weights(labels, n, rng):
-        failed_BI, passed_BI = weights_BI * failed_I, weights_BI * passed_I
-        for found, (lacking, present, has) in zip(boot, parts, strict=True):
-            found.append(_mask(rates(failed_BI, passed_BI, lacking, present), has))
-    exceed = np.zeros(len(parts))
-    observed = [_mask(rates(failed_I[None], passed_I[None], *indicators), has) for *indicators, has in parts]
+    counter = Counter(labels)
+    boot = [counter.weighted(weights) for weights in bootstrap_weights(labels, n, rng)]
+    coverage_BRC = np.concatenate([b.coverage for b in boot])
+    gap_BRC = np.concatenate([b.gap for b in boot])
+    observed_RC = counter.weighted(np.ones((1, len(labels.ids)), np.float32)).gap[0]
+    exceed_C = np.zeros(len(labels.capabilities), dtype=np.int64)
     for failed_BI in permuted_outcomes(labels, n, rng):
-        for c, (lacking, present, has) in enumerate(parts):
-            gap_B = np.nanmean(_mask(rates(failed_BI, 1 - failed_BI, lacking, present), has).gap, axis=1)
-            exceed[c] += int((gap_B >= np.nanmean(observed[c].gap) - EDGE).sum())
-    runs = _run_means(labels, observed, n, rng)
+        dealt_BC = np.nanmean(counter.dealt(failed_BI).gap, axis=1)
+        exceed_C += (dealt_BC >= np.nanmean(observed_RC, axis=0) - EDGE).sum(axis=0)
+    drawn_BR = rng.integers(len(labels.attempts), size=(n, len(labels.attempts)))
+    # NaN compares as False: a run without the capability does not pass
+    passes_BRC = (coverage_BRC >= float(thresholds.rho) - EDGE) & (gap_BRC >= float(thresholds.delta) - EDGE)
+    selected_C = (passes_BRC.sum(axis=1) >= thresholds.k).mean(axis=0)
     return [
-        _resampled(blocks, thresholds, Interval.of(over_runs), float((1 + e) / (1 + n)))
-        for blocks, over_runs, e in zip(boot, runs, exceed, strict=True)
+        Resampled(
+            coverage=Interval.of(np.nanmean(coverage_BRC[:, :, c], axis=1)),
+            gap=Interval.of(np.nanmean(gap_BRC[:, :, c], axis=1)),
+            gap_over_runs=_over_runs(observed_RC[:, c], drawn_BR),
+            selected_share=float(selected_C[c]),
+            p_value=float((1 + exceed_C[c]) / (1 + n)),
+        )
+        for c in range(len(labels.capabilities))
     ]
 
 
-def _mask(found: Rates, has_R: npt.NDArray[np.bool_]) -> Rates:
-    if has_R.all():
-        return found
-    return Rates(*(np.where(has_R, values, np.float32(np.nan)) for values in (found.coverage, found.gap)))
-
-
-def _run_means(
-    labels: LabelSet, observed: list[Rates], n: int, rng: np.random.Generator
-) -> list[npt.NDArray[np.floating]]:
-    """Means of Delta over bootstrap samples of runs."""
-    drawn_BR = rng.integers(len(labels.attempts), size=(n, len(labels.attempts)))
-    found = []
-    for one in observed:
-        gap_BR = one.gap[0][drawn_BR]
-        some_B = ~np.isnan(gap_BR).all(axis=1)
-        found.append(np.nanmean(gap_BR[some_B], axis=1) if some_B.any() else np.zeros(1))
-    return found
-
-
-def _resampled(blocks: list[Rates], thresholds: Thresholds, over_runs: Interval, p_value: float) -> Resampled:
-    coverage_BR = np.concatenate([b.coverage for b in blocks])
-    gap_BR = np.concatenate([b.gap for b in blocks])
-    # NaN compares as False: a run without the capability does not pass
-    passes_BR = (coverage_BR >= float(thresholds.rho) - EDGE) & (gap_BR >= float(thresholds.delta) - EDGE)
-    return Resampled(
-        coverage=Interval.of(np.nanmean(coverage_BR, axis=1)),
-        gap=Interval.of(np.nanmean(gap_BR, axis=1)),
-        gap_over_runs=over_runs,
-        selected_share=float((passes_BR.sum(axis=1) >= thresholds.k).mean()),
-        p_value=p_value,
-    )
+def _over_runs(gap_R: Floats, drawn_BR: npt.NDArray[np.int64]) -> Interval:
+    """The interval of the mean of Delta over bootstrap samples of runs that hold it at least once."""
+    gap_BR = gap_R[drawn_BR]
+    some_B = ~np.isnan(gap_BR).all(axis=1)
+    return Interval.of(np.nanmean(gap_BR[some_B], axis=1)) if some_B.any() else Interval(0.0, 0.0)

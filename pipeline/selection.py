@@ -20,7 +20,6 @@ from fractions import Fraction
 
 import numpy as np
 
-from pipeline.command_line import natural_key
 from pipeline.files import InputError
 from pipeline.labels import ABSENT, LACKING, NA, PRESENT, LabelSet
 
@@ -163,12 +162,12 @@ def domain_of(trajectory: str) -> str:
 def examples(labels: LabelSet, capability: int, limit: int = MAX_EXAMPLES) -> tuple[str, ...]:
     """At most ``limit`` failed ids with the most LACKING votes, dealt round-robin over the domains."""
     votes_I = (labels.codes[:, capability, :] == LACKING).sum(axis=0)
-    by_domain: dict[str, list[tuple[int, str]]] = {}
-    for i in np.flatnonzero(labels.failed & (votes_I > 0)):
-        by_domain.setdefault(domain_of(labels.ids[i]), []).append((int(votes_I[i]), labels.ids[i]))
-    queues = [sorted(members, key=lambda m: (-m[0], natural_key(m[1]))) for members in by_domain.values()]
-    queues.sort(key=lambda queue: (-queue[0][0], natural_key(queue[0][1])))
-    dealt: list[str] = []
-    for place in range(max((len(q) for q in queues), default=0)):
-        dealt += [queue[place][1] for queue in queues if place < len(queue)]
-    return tuple(dealt[:limit])
+    voted_I = np.flatnonzero(labels.failed & (votes_I > 0))
+    by_domain: dict[str, list[int]] = {}
+    for i in voted_I[np.argsort(-votes_I[voted_I], kind="stable")]:  # ids are in natural order already
+        by_domain.setdefault(domain_of(labels.ids[i]), []).append(int(i))
+    queues = sorted(by_domain.values(), key=lambda queue: (-votes_I[queue[0]], queue[0]))
+    dealt: list[int] = []
+    for place in range(min(limit, max((len(q) for q in queues), default=0))):
+        dealt += [queue[place] for queue in queues if place < len(queue)]
+    return tuple(labels.ids[i] for i in dealt[:limit])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 from fractions import Fraction
 from pathlib import Path
@@ -18,7 +20,7 @@ from pipeline import _summarize, aggregate_capabilities
 from pipeline.agreement import agreement, fleiss_kappa
 from pipeline.evidence import build
 from pipeline.labels import ABSENT, LACKING, PRESENT, LabelSet, RunFile, find_runs, label_set, load_runs, run_file
-from pipeline.resampling import bootstrap_weights, permuted_outcomes, rates, resample, task_of
+from pipeline.resampling import Counter, bootstrap_weights, permuted_outcomes, resample, task_of
 from pipeline.selection import Thresholds, candidates
 from pipeline.sensitivity import jaccard, leave_one_run_out, marginal_coverage, threshold_table
 
@@ -120,14 +122,21 @@ def slow_rates(labels: LabelSet, capability: int, run: int, copies: npt.NDArray[
 def test_rates_of_samples_equal_a_slow_twin(seed: int) -> None:
     labels = random_labels(seed)
     (weights,) = bootstrap_weights(labels, 20, np.random.default_rng(seed))
-    failed = labels.failed.astype(np.float32)
-    codes = labels.codes[:, 1, :].T
-    lacking, present = (codes == LACKING).astype(np.float32), (codes == PRESENT).astype(np.float32)
-    fast = rates(weights * failed, weights * (1 - failed), lacking, present)
+    fast = Counter(labels).weighted(weights)
     for b in range(20):
-        for run in range(3):
-            slow = slow_rates(labels, 1, run, weights[b])
-            assert (fast.coverage[b, run], fast.gap[b, run]) == pytest.approx(slow, abs=1e-6)
+        for run, capability in itertools.product(range(3), range(2)):
+            slow = slow_rates(labels, capability, run, weights[b])
+            assert (fast.coverage[b, run, capability], fast.gap[b, run, capability]) == pytest.approx(slow, abs=1e-6)
+
+
+def test_rates_of_dealt_outcomes_equal_those_of_a_new_label_set() -> None:
+    labels = random_labels(0)
+    (dealt,) = permuted_outcomes(labels, 10, np.random.default_rng(0))
+    fast = Counter(labels).dealt(dealt)
+    for b in range(10):
+        other = dataclasses.replace(labels, failed=dealt[b].astype(bool))
+        slow = slow_rates(other, 0, 2, np.ones(len(labels.ids)))
+        assert (fast.coverage[b, 2, 0], fast.gap[b, 2, 0]) == pytest.approx(slow, abs=1e-6)
 
 
 def test_bootstrap_draws_tasks_with_all_their_trials() -> None:
