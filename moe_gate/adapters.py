@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from moe_gate.factors import LoraFactors
 from pipeline.files import InputError, check, parse_json, read_json
 
 METADATA_KEYS = ("peft_config", "adapter_config", "config")  # the first is ours, the others are met in the wild
@@ -95,22 +96,6 @@ def _first_match(patterns: Mapping[str, float], module: str, default: float) -> 
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
     return default
-
-
-@dataclasses.dataclass(frozen=True)
-class LoraFactors:
-    """One adapted weight: W' = W + scaling * B @ A.
-
-    Shapes: a linear has ``A [r, in]``, ``B [out, r]``; fused experts have ``A [E, r, in]``, ``B [E, out, r]``.
-    """
-
-    A: Tensor
-    B: Tensor
-    scaling: float
-
-    @property
-    def rank(self) -> int:
-        return int(self.A.shape[-2])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,6 +38,7 @@ class GateConfig(BaseModel):
         min_reward: an episode counts as successful from this reward on.
         label_tokens: ``all`` (prompt tokens too: their keys and values depend on their route) or ``action``.
         on_policy_rounds: further rounds on the hidden states that the gate's own routes produce.
+        on_policy_tokens: such a round takes every k-th episode, so that about this many training tokens are run.
         max_length: longer episodes are cut at the end.
         max_tokens_in_memory: token features kept for training, per layer; episodes beyond it are left out (and
             counted).
@@ -75,6 +76,7 @@ class GateConfig(BaseModel):
     min_reward: float = 1.0
     label_tokens: Literal["all", "action"] = "all"
     on_policy_rounds: int = Field(default=1, ge=0)
+    on_policy_tokens: int = Field(default=10_000, ge=100)
     val_fraction: float = Field(default=0.2, gt=0, lt=0.9)
     eval_every: int = Field(default=10, ge=1)
     patience: int = Field(default=5, ge=1)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_gate.adapters import LoraFactors
+from moe_gate.factors import LoraFactors
 from moe_gate.routing import LayerRoute, RowLayout
 from pipeline.files import InputError
 

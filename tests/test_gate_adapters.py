@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_gate import build_capability_model, find_adapter, force_route, load_adapter, save_adapter_file
-from moe_gate.adapters import LoraAdapter, LoraFactors, PeftSettings
-from moe_gate.experts import fuse_expert_factors
+from moe_gate.adapters import LoraAdapter, PeftSettings
+from moe_gate.expert_factors import fuse_expert_factors
+from moe_gate.factors import LoraFactors
 from pipeline.files import InputError
 
 

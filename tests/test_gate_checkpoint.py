@@ -43,7 +43,8 @@ def test_load_routed_from_the_configuration(saved: tuple[Any, Path]) -> None:
     model, folder = saved
     config = folder / "gate.yaml"
     config.write_text(
-        f"output_dir: {folder}/gate\nbase_model: {folder}/base\nadapter_dir: {folder}/adapters\nadapter_names: [alpha]\n"
+        f"output_dir: {folder}/gate\nbase_model: {folder}/base\nadapter_dir: {folder}/adapters\n"
+        "adapter_names: [alpha]\n"
     )
     with torch.no_grad():
         assert torch.equal(load_routed(config)(input_ids=gm.tokens()).logits, model(input_ids=gm.tokens()).logits)
@@ -57,7 +58,9 @@ def test_metadata_tells_everything(saved: tuple[Any, Path]) -> None:
     assert metadata["slot_names"] == ["base", "alpha", "beta"]
     assert [record["r"] for record in metadata["adapters"]] == [4, 6]
     assert all(len(record["sha256"]) == 64 for record in metadata["adapters"])
-    assert metadata["target_modules"] == sorted(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+    assert metadata["target_modules"] == sorted(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
     assert metadata["dtype"] == "float32" and metadata["training"] == {"validation_accuracy": 0.9}
 
 

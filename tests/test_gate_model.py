@@ -20,7 +20,8 @@ from moe_gate import (
     gater_parameters,
     trace_routes,
 )
-from moe_gate.adapters import LoraFactors, PeftSettings
+from moe_gate.adapters import PeftSettings
+from moe_gate.factors import LoraFactors
 from pipeline.files import InputError
 
 EXPERTS = {

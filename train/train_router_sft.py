@@ -69,6 +69,9 @@ class RouterTrainer:
         self.gates = [p for _, p in named_gater_parameters(model)]
         self.steps = config.total_steps or math.ceil(PASSES * len(data.train) / self._batch_size)
         self.rounds = 1 + config.on_policy_rounds
+        tokens = sum(len(episode.token_ids) for episode in data.train)
+        fewest = min(len(data.train), len(data.validation)) // (2 * ranks.world)  # no rank may go without
+        self.on_policy_stride = max(1, min(round(tokens / config.on_policy_tokens), fewest))
         self.identity = _identity(config, data)
         self.state = load_state(self.folder / "state.safetensors", self.identity) if resume else None
         self.log = JsonlLog(self.folder / "metrics.jsonl") if ranks.rank == 0 else None
@@ -86,28 +89,29 @@ class RouterTrainer:
             self._put(self.state.start_weight, self.state.start_bias)
         for round_index in range(first, self.rounds):
             forced = round_index == 0
-            what = "teacher-forced" if forced else "on-policy"
-            train = self._features(self.data.train, forced, f"round {round_index + 1}/{self.rounds} {what} features")
-            validation = self._features(self.data.validation, forced, "validation features")
-            self._round(round_index, train, validation)
-        final = self._features(self.data.validation, False, "final validation")
+            what = f"round {round_index + 1}/{self.rounds} {'teacher-forced' if forced else 'on-policy'}"
+            stride = 1 if forced else self.on_policy_stride
+            train, validation = self.data.train[::stride], self.data.validation[::stride]
+            features = self._features(train, forced, f"{what} features")
+            self._round(round_index, len(train), features, self._features(validation, forced, f"{what} validation"))
+        final = self._features(self.data.validation[:: self.on_policy_stride], False, "final validation")
         weight, bias = self._gates()
         score = score_gates(weight, bias, final)
         self._record({"event": "final", "accuracy": score.accuracy, "loss": score.loss})
         return score
 
-    def _round(self, index: int, train: FeatureSet, validation: FeatureSet) -> None:
+    def _round(self, index: int, n_episodes: int, train: FeatureSet, validation: FeatureSet) -> None:
         weight, bias = self._gates()
         fit = GateFit(weight, bias, feature_scale(train), self._settings(index))
         if self.state is not None and self.state.round == index:
             self.state.restore(fit)
             self.state = None
-        rows = rows_by_episode(train, len(self.ranks.mine(self.data.train)))
-        share = self._batch_size / len(self.data.train)
+        rows = rows_by_episode(train, len(range(self.ranks.rank, n_episodes, self.ranks.world)))
+        size = min(self._batch_size, n_episodes)
         while not fit.finished:
-            chosen = batch_of(fit.step, len(self.data.train), self._batch_size, fit.settings.seed)
+            chosen = batch_of(fit.step, n_episodes, size, fit.settings.seed)
             mine = [e // self.ranks.world for e in chosen if e % self.ranks.world == self.ranks.rank]
-            loss = fit.train_step(train, rows, mine, share)
+            loss = fit.train_step(train, rows, mine, size / n_episodes)
             if fit.step % self.config.eval_every == 0 or fit.step >= fit.settings.steps:
                 score = score_gates(*fit.weights(), validation)
                 fit.keep_best(score)
