@@ -224,7 +224,6 @@ def test_finished_file_is_extended_when_the_settings_are_the_same(tmp_path: Path
     log.add(entry(1))
     log.finish([("1", False, 0)], {})
     assert set(RolloutLog(out, {"env": "a"}).entries) == {("1", False, 0)}
-    (tmp_path / "f.json.partial.jsonl").unlink()
     assert RolloutLog(out, {"env": "b"}).entries == {}
 
 

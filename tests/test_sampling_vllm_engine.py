@@ -298,7 +298,7 @@ async def test_hung_server_is_dropped_by_its_probe_long_before_the_deadline(scri
 
 
 async def test_256_episodes_in_flight_at_once(scripted_server: ScriptedServer) -> None:
-    scripted_server.delay_s = 0.5
+    scripted_server.delay_s = 2.0
     async with open_engine(scripted_server, times=dataclasses.replace(FAST, request_s=20)) as engine:
         await asyncio.gather(*(engine.sample([5, i], PARAMS) for i in range(256)))
     assert scripted_server.max_in_flight >= 250

@@ -72,7 +72,7 @@ def interval_chart(rows: Sequence[IntervalRow], title: str, low: float = 0.0, hi
                 f'<circle cx="{x(point["value"]):.1f}" cy="{y:.1f}" r="4.5" fill="{colour}">'
                 f"<title>{escape(tip)}</title></circle>"
             )
-            parts.append(_text(left + width + 10, y + 4, f"{point['value']:.3f}", "start", f'fill="{colour}"'))
+            parts.append(_text(left + width + 10, y + 4, f"{point['value']:.3f}", "start", f'style="fill:{colour}"'))
     parts += _legend(series, left, 12)
     return _svg(left + width + 70, height, parts, title)
 
@@ -118,7 +118,7 @@ def line_chart(
             cx, cy = place(x, y)
             tip = escape(f"{name}, iteration {x:g}: {y:.3f}")
             parts.append(f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="2.6" fill="{colour}"><title>{tip}</title></circle>')
-    parts += _legend(list(series), left + 110, top - 16)
+    parts += _legend(list(series), left + 24 + 6.4 * len(y_label), top - 16)
     return _svg(left + width + 20, top + height + 46, parts, title)
 
 
