@@ -1,7 +1,7 @@
 """Policy-gradient losses over action tokens. Pure functions: tensors in, tensors out.
 
-Layout: the N action tokens of a batch of E episodes in one flat vector; ``episode`` [N] says whose token it is. A suffix tells
-a tensor's shape: ``_N`` per token, ``_E`` per episode.
+Layout: the N action tokens of a batch of E episodes in one flat vector; ``episode`` [N] says whose token it is. A
+suffix tells a tensor's shape: ``_N`` per token, ``_E`` per episode.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ class LossConfig:
     """Which loss.
 
     Args:
-        kind: ``grpo`` mean over episodes of the mean over tokens (Shao et al. 2024); ``dr_grpo`` sum over tokens by a constant
-            length (Liu et al. 2025); ``dapo`` mean over all tokens (Yu et al. 2025); ``gspo`` sequence-level ratio (Zheng et al. 2025).
+        kind: ``grpo`` mean over episodes of the mean over tokens (Shao et al. 2024); ``dr_grpo`` sum over tokens by a
+            constant length (Liu et al. 2025); ``dapo`` mean over all tokens (Yu et al. 2025); ``gspo`` sequence-level
+            ratio (Zheng et al. 2025).
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
         clipping: False = no clipping.
         kl_coef: weight of the k3 estimate of KL(policy || reference).
+        kl_correction: multiply k3 by the ratio; the gradient of the KL term is unbiased only so (DeepSeek-V3.2, 2025).
         is_cap: truncation of the sampler-to-trainer importance weight; None = no correction (Yao et al. 2025).
         max_length: the constant of ``dr_grpo``, in tokens.
     """
@@ -34,12 +36,13 @@ class LossConfig:
     clip_high: float = 0.28
     clipping: bool = True
     kl_coef: float = 0.0
+    kl_correction: bool = True
     is_cap: float | None = 2.0
     max_length: int = 1024
 
 
 def group_advantages(rewards_G: torch.Tensor, eps: float = 1e-4, normalise: bool = True) -> torch.Tensor:
-    """A_k = (r_k - mean r) / (std r + eps) over the scored rollouts of one group; std with Bessel's correction, as in TRL.
+    """A_k = (r_k - mean r) / (std r + eps) over the scored rollouts of one group; std with Bessel's correction.
 
     Args:
         rewards_G: [G], G >= 2. ``normalise=False`` leaves the division out (Dr. GRPO).
@@ -56,7 +59,7 @@ def is_constant(rewards_G: torch.Tensor, tolerance: float = 1e-6) -> bool:
 def token_weights(episode_N: torch.Tensor, lengths_E: torch.Tensor, config: LossConfig, totals: Totals) -> torch.Tensor:
     """Weight of each token in the loss, so that summing weighted terms over all ranks and passes gives the loss.
 
-    ``grpo``, ``gspo``: 1 / (|B| T_k); ``dapo``: 1 / sum_k T_k; ``dr_grpo``: 1 / (|B| max_length). |B| and the sums are global.
+    ``grpo``, ``gspo``: 1 / (|B| T_k); ``dapo``: 1 / sum_k T_k; ``dr_grpo``: 1 / (|B| max_length); sums are global.
     """
     if config.kind in ("grpo", "gspo"):
         return 1.0 / (totals.episodes * lengths_E[episode_N].float())
@@ -87,7 +90,7 @@ def policy_loss(
 ) -> torch.Tensor:
     """The loss of these tokens, a scalar. Summed over all packs and ranks of a step it is
 
-        L = - 1/|B| sum_k 1/T_k sum_t w_t min(rho_t A_k, clip(rho_t, 1 - eps_low, 1 + eps_high) A_k) + kl_coef * KL   (grpo)
+        L = - 1/|B| sum_k 1/T_k sum_t w_t min(rho_t A_k, clip(rho_t, 1 - eps_low, 1 + eps_high) A_k) + kl_coef * KL
 
     with rho_t = exp(logprob - old_logprob) per token (``gspo``: its geometric mean over the episode).
 
@@ -110,7 +113,8 @@ def policy_loss(
     if config.kl_coef > 0:
         if reference_logprobs_N is None:
             raise ValueError("kl_coef > 0 needs reference_logprobs_N")
-        objective_N = objective_N - config.kl_coef * k3(logprobs_N, reference_logprobs_N)
+        kl_N = k3(logprobs_N, reference_logprobs_N)
+        objective_N = objective_N - config.kl_coef * (kl_N * ratio_N if config.kl_correction else kl_N)
     return -(objective_N * token_weights(episode_N, lengths_E, config, totals)).sum()
 
 
@@ -124,7 +128,7 @@ def sequence_log_ratio(
 
 
 def k3(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
-    """Unbiased, non-negative estimate of KL(policy || reference) per token: exp(d) - d - 1, d = reference - policy (Schulman 2020)."""
+    """KL(policy || reference) per token, unbiased and >= 0: exp(d) - d - 1, d = reference - policy (Schulman 2020)."""
     difference = reference_logprobs - logprobs
     return torch.exp(difference) - difference - 1
 
@@ -138,7 +142,7 @@ def mismatch_metrics(logprobs_N: torch.Tensor, sampler_logprobs_N: torch.Tensor)
     """How far the sampler's log-probs are from the trainer's on the tokens that were sampled.
 
     k1 = mean(sampler - trainer) and k3 estimate KL(sampler || trainer); ``max_abs`` is the largest gap of one token;
-    ``outside`` the share of ratios outside [0.5, 2]; ``ess`` the effective sample size (sum w)^2 / (N sum w^2) in (0, 1].
+    ``outside`` the share of ratios outside [0.5, 2]; ``ess`` the effective sample size (sum w)^2 / (N sum w^2) <= 1.
     """
     if len(logprobs_N) == 0:
         return {"k1": 0.0, "k3": 0.0, "mean_abs": 0.0, "max_abs": 0.0, "outside": 0.0, "ess": 1.0}
