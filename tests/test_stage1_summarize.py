@@ -146,6 +146,28 @@ def test_simulator_faults_leave_the_failed_side(tmp_path: Path) -> None:
     assert counts(tmp_path)["faults"] == {"user_simulator": 2}
 
 
+def test_voice_runs_have_their_reward_in_the_index_and_no_messages(tmp_path: Path) -> None:
+    folder = tmp_path / "voice"
+    (folder / "simulations").mkdir(parents=True)
+    index = [{"id": "a", "reward": 1.0}, {"id": "b", "reward": None}, {"id": "c", "reward": 0.0}]
+    info = {"environment_info": {"domain_name": "shop"}}
+    (folder / "results.json").write_text(json.dumps({"info": info, "tasks": [], "simulation_index": index}))
+    for n, name in enumerate("abc"):
+        one = simulation(task_id=str(n), ticks=[{}], messages=None)
+        del one["reward_info"]
+        (folder / "simulations" / f"{name}.json").write_text(json.dumps(one))
+    assert summarize(tmp_path, folder).returncode == 0
+    assert [r.outcome for r in records(tmp_path)] == ["passed", "infrastructure", "failed"]
+    assert not any(r.messages for r in records(tmp_path))
+
+
+def test_a_user_simulator_out_of_scope_is_told_but_not_judged(tmp_path: Path) -> None:
+    messages = [{"role": "assistant", "content": "Which size?"}, {"role": "user", "content": "###OUT-OF-SCOPE###"}]
+    assert summarize(tmp_path, tau2_file(tmp_path, [simulation(messages=messages)])).returncode == 0
+    (record,) = records(tmp_path)
+    assert record.outcome == "failed" and "out of its scope" in record.reason
+
+
 def test_listed_faults_leave_every_rate_and_unknown_ones_are_errors(tmp_path: Path) -> None:
     path = tau2_file(tmp_path, [simulation(), simulation(task_id="2")])
     faults = tmp_path / "faults.json"
@@ -171,7 +193,6 @@ def test_listed_faults_leave_every_rate_and_unknown_ones_are_errors(tmp_path: Pa
         ({"messages": [3]}, "message 0"),
         ({"messages": [{"content": "x"}]}, "role"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "name"),
-        ({"messages": [], "ticks": [{}]}, "ticks"),
     ],
 )
 def test_violations_are_one_line_and_write_nothing(tmp_path: Path, change: dict[str, Any], word: str) -> None:

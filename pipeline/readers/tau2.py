@@ -2,7 +2,8 @@
 
 ``reward_info`` null is an infrastructure error (outside every rate); ``reward_info`` with a reward and nothing else
 is an
-episode that ended early (max_steps, too_many_errors) and counts as failed. ``llm_args`` are never read: they hold keys.
+episode that ended early (max_steps, too_many_errors) and counts as failed. Voice runs have audio ticks and no
+messages: their outcomes are read, but nobody can label them. ``llm_args`` are never read: they hold keys.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from pipeline.files import InputError, check
 from pipeline.readers.stream import describe, items, single
-from pipeline.readers.trajectory import Trajectory, Verdict, as_id, by_reward
+from pipeline.readers.trajectory import Trajectory, Verdict, as_id, by_reward, text_of
 
 NORMAL_ENDS = ("user_stop", "agent_stop")
 INFRASTRUCTURE_ENDS = ("infrastructure_error", "unexpected_error")
 SIMULATOR_ENDS = ("user_error",)
+OUT_OF_SCOPE = "###OUT-OF-SCOPE###"
 REASON_CHARS = 160  # per component
 
 Json = dict[str, Any]
@@ -48,7 +50,6 @@ class Simulation(_Lenient):
     termination_reason: StrictStr | None = None
     reward_info: RewardInfo | None = None
     messages: list[Any] | None = None
-    ticks: list[Any] | None = None
     info: Json | None = None
     review: Json | None = None
     user_only_review: Json | None = None
@@ -67,7 +68,7 @@ def read_folder(path: Path, threshold: float) -> Iterator[Trajectory]:
     domain = _domain(results)
     files = {p.stem: p for p in (results.parent / "simulations").glob("*.json")}
     index = single(results, "simulation_index")
-    order: list[str] = []
+    rewards: dict[str, Any] = {}
     for n, row in enumerate(index if isinstance(index, list) else []):
         if not isinstance(row, dict) or not isinstance(row.get("id"), str):
             raise InputError(
@@ -75,11 +76,13 @@ def read_folder(path: Path, threshold: float) -> Iterator[Trajectory]:
             )
         if row["id"] not in files:
             raise InputError(f"tau2 {results}: simulations/{row['id']}.json is in the index but not there; copy it too")
-        order.append(row["id"])
-    indexed = set(order)
-    for stem in order + sorted(s for s in files if s not in indexed):
+        rewards[row["id"]] = row.get("reward")
+    for stem in [*rewards, *sorted(files.keys() - rewards.keys())]:
         file = files[stem]
-        yield _trajectory(single(file, ""), domain, str(file), f"tau2 {file}", threshold)
+        raw = single(file, "")
+        if isinstance(raw, dict) and "reward_info" not in raw and rewards.get(stem) is not None:
+            raw["reward_info"] = {"reward": rewards[stem]}  # voice runs keep it in the index only
+        yield _trajectory(raw, domain, str(file), f"tau2 {file}", threshold)
 
 
 def read_rollout(path: Path, threshold: float) -> Iterator[Trajectory]:
@@ -97,12 +100,9 @@ def _domain(path: Path) -> str:
 
 def _trajectory(raw: Any, domain: str, source: str, where: str, threshold: float) -> Trajectory:
     simulation = check(Simulation, raw, where)
-    messages = simulation.messages
-    if not messages and simulation.ticks:
-        raise InputError(f"{where}: holds audio ticks instead of messages; only text simulations can be labelled")
     verdict = _verdict(simulation, where, threshold)
     task = as_id(simulation.task_id, f"{where}: task_id")
-    return Trajectory("tau2", domain, task, simulation.trial or 0, verdict, messages or [], source)
+    return Trajectory("tau2", domain, task, simulation.trial or 0, verdict, simulation.messages or [], source)
 
 
 def _verdict(simulation: Simulation, where: str, threshold: float) -> Verdict:
@@ -116,7 +116,7 @@ def _verdict(simulation: Simulation, where: str, threshold: float) -> Verdict:
         )
     if info.reward is None:
         raise InputError(f"{where}: reward_info.reward is missing; a missing reward is not a zero")
-    verdict = by_reward(info.reward, threshold, "; ".join(_components(info, end)))
+    verdict = by_reward(info.reward, threshold, "; ".join([*_components(info, end), *_out_of_scope(simulation)]))
     if verdict.outcome == "failed" and (end in SIMULATOR_ENDS or _critical_user_error(simulation)):
         return Verdict("infrastructure", info.reward, f"user simulator: {verdict.reason}", fault="user_simulator")
     return verdict
@@ -126,6 +126,14 @@ def _critical_user_error(simulation: Simulation) -> bool:
     """tau2's own review blames the user simulator for something that decided the episode."""
     reviews = (simulation.user_only_review, simulation.review)
     return any(r is not None and r.get("critical_user_error") is True for r in reviews)
+
+
+def _out_of_scope(simulation: Simulation) -> list[str]:
+    """The simulated user says so when its script does not tell it how to go on; a reader must judge whose fault it is."""
+    texts = [
+        text_of(m.get("content")) for m in simulation.messages or [] if isinstance(m, dict) and m.get("role") == "user"
+    ]
+    return ["the user simulator went out of its scope"] if any(OUT_OF_SCOPE in t for t in texts) else []
 
 
 def _components(info: RewardInfo, end: str) -> list[str]:
