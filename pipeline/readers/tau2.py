@@ -129,7 +129,7 @@ def _critical_user_error(simulation: Simulation) -> bool:
 
 
 def _out_of_scope(simulation: Simulation) -> list[str]:
-    """The simulated user says so when its script does not tell it how to go on; a reader must judge whose fault it is."""
+    """The simulated user says so when its script does not tell it how to go on; whose fault it is, a reader judges."""
     texts = [
         text_of(m.get("content")) for m in simulation.messages or [] if isinstance(m, dict) and m.get("role") == "user"
     ]
