@@ -421,7 +421,8 @@ async def _play(spec: GameSpec, env: Game, agent: Agent, seed: int, hinted: bool
             if env.done:
                 break
             payload = json.dumps(action, ensure_ascii=False)
-            if spec.needs_user_llm:  # the step may wait for a server; other episodes go on meanwhile
+            # a step that waits for a server, or says that it is slow, runs in a thread; other episodes go on meanwhile
+            if spec.needs_user_llm or getattr(env, "slow_step", False):
                 await asyncio.to_thread(_guard, env.step, payload)
             else:
                 _guard(env.step, payload)

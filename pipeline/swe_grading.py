@@ -19,6 +19,7 @@ import os
 import sysconfig
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from pipeline import sandbox
 from pipeline.files import ServerError
@@ -133,19 +134,27 @@ class Baseline:
 
 
 @functools.lru_cache(maxsize=4096)
-def _baseline(key: tuple[str, ...], scenario: Scenario, isolation: Isolation) -> Baseline:
-    before = grade(scenario, scenario.module_code, isolation=isolation)
-    return Baseline(
-        targets=tuple(sorted(n for n, o in before.nodes.items() if scenario.is_target(n) and o != "passed")),
-        guards=tuple(sorted(n for n, o in before.nodes.items() if not scenario.is_target(n) and o == "passed")),
-    )
+def _graded_before(key: tuple[str, str, str, str], isolation: Isolation) -> Grade:
+    module_filename, module_code, test_filename, test_code = key
+    fields = dict.fromkeys(("pr_description", "oracle_search", "oracle_replace", "naive_fix_description"), "-")
+    files = {"module_filename": module_filename, "module_code": module_code, "test_filename": test_filename}
+    scenario = Scenario(name="before", target_test="-", test_code=test_code, **files, **fields)
+    return grade(scenario, module_code, isolation=isolation)
+
+
+def graded_before(scenario: Scenario, isolation: Isolation | None = None) -> Grade:
+    """The grade of the module as it is; run once per process."""
+    key = (scenario.module_filename, scenario.module_code, scenario.test_filename, scenario.test_code)
+    return _graded_before(key, isolation or sandbox.find_isolation())
 
 
 def baseline(scenario: Scenario, isolation: Isolation | None = None) -> Baseline:
-    """The baseline of a scenario; graded once per process."""
-    plain = scenario.model_copy(update={"sampling": None})  # a dict cannot be hashed
-    key = (scenario.name, scenario.module_code, scenario.test_code)
-    return _baseline(key, plain, isolation or sandbox.find_isolation())
+    """Targets and guards of a scenario."""
+    nodes = graded_before(scenario, isolation).nodes
+    return Baseline(
+        targets=tuple(sorted(n for n, o in nodes.items() if scenario.is_target(n) and o != "passed")),
+        guards=tuple(sorted(n for n, o in nodes.items() if not scenario.is_target(n) and o == "passed")),
+    )
 
 
 def reward(scenario: Scenario, result: Grade, isolation: Isolation | None = None) -> float:
@@ -174,7 +183,7 @@ def self_test(scenario: Scenario, isolation: Isolation | None = None) -> list[st
     if problems:
         return problems
     isolation = isolation or sandbox.find_isolation()
-    before = grade(scenario, scenario.module_code, isolation=isolation)
+    before = graded_before(scenario, isolation)
     if "import" in before.details:
         return [f"the module does not import: {before.details['import'][:300]}"]
     base = baseline(scenario, isolation)
@@ -185,9 +194,13 @@ def self_test(scenario: Scenario, isolation: Isolation | None = None) -> list[st
         why = f" (failing: {', '.join(failing)}: {before.details.get(failing[0], '')[-300:]})" if failing else ""
         return [f"{len(base.guards)} guard tests pass before the edit; expected at least {MIN_GUARDS}{why}"]
     repaired = apply_edit(scenario.module_code, scenario.oracle_search, scenario.oracle_replace)
-    after = [grade(scenario, repaired, isolation=isolation) for _ in range(2)]
+    codes = [repaired, repaired]
+    if scenario.naive_search is not None and scenario.naive_replace is not None:
+        codes.append(apply_edit(scenario.module_code, scenario.naive_search, scenario.naive_replace))
+    with ThreadPoolExecutor(len(codes)) as pool:
+        after = list(pool.map(lambda code: grade(scenario, code, isolation=isolation), codes))
     wanted = (*base.targets, *base.guards)
-    for result in after:
+    for result in after[:2]:
         failed = [n for n in wanted if not result.passed(n)]
         if failed:
             detail = result.details.get(failed[0], result.details.get("import", "missing"))
@@ -195,8 +208,6 @@ def self_test(scenario: Scenario, isolation: Isolation | None = None) -> list[st
             break
     if after[0].nodes != after[1].nodes:
         problems.append("the tests are not deterministic: two runs after the oracle edit differ")
-    if scenario.naive_search is not None and scenario.naive_replace is not None:
-        naive = apply_edit(scenario.module_code, scenario.naive_search, scenario.naive_replace)
-        if reward(scenario, grade(scenario, naive, isolation=isolation), isolation) >= 1.0:
-            problems.append("the naive edit passes everything; the target or a guard must catch it")
+    if len(after) > 2 and reward(scenario, after[2], isolation) >= 1.0:
+        problems.append("the naive edit passes everything; the target or a guard must catch it")
     return problems
