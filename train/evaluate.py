@@ -198,7 +198,7 @@ async def _sample_routed(
 
 def routing_file(out_dir: Path, env: str, system: System) -> Path:
     """Where the routes of one environment are kept; another gate has another file."""
-    return out_dir / "rollouts" / f"routing.{env}.{system.fingerprint()}.json"
+    return out_dir / "routing" / f"{env}.{system.fingerprint()}.json"
 
 
 def trace_routing(model: Any, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -58,6 +58,8 @@ def _row(name: str, row: Mapping[str, Any], ks: Sequence[int]) -> dict[str, Any]
         "reward": _interval(row["reward"]),
         "success": _interval(row["success"]),
         "vs_base": _signed(row["vs_base"]),
+        "success_vs_base": _signed(row["success_vs_base"]),
+        "success_sure": _excludes_zero(row["success_vs_base"]),
         "vs_best_single": _signed(row["vs_best_single"]),
         "base_sure": _excludes_zero(row["vs_base"]),
         "single_sure": _excludes_zero(row["vs_best_single"]),
