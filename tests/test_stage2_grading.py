@@ -79,7 +79,8 @@ PATCH = (
     "builtins.AssertionError = Exception\n"
 )
 EQUAL = (
-    "\n\nclass Equal:\n    def __eq__(self, other):\n        return True\n\n    def __radd__(self, other):\n        return self\n\n"
+    "\n\nclass Equal:\n    def __eq__(self, other):\n        return True\n\n"
+    "    def __radd__(self, other):\n        return self\n\n"
     "    __add__ = __radd__\n\n    def __bool__(self):\n        return True\n\n\ndef fee(amount):\n    return Equal()\n"
 )
 FILES = (
@@ -90,7 +91,10 @@ FILES = (
     "    except OSError:\n"
     "        pass\n"
 )
-STR = "\n\nclass Text(int):\n    def __eq__(self, other):\n        return True\n\n\ndef fee(amount):\n    return Text(7)\n"
+TEXT = (
+    "\n\nclass Text(int):\n    def __eq__(self, other):\n        return True\n\n\n"
+    "def fee(amount):\n    return Text(7)\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +106,7 @@ STR = "\n\nclass Text(int):\n    def __eq__(self, other):\n        return True\n
         PATCH + MODULE,
         MODULE + EQUAL,
         FILES + MODULE,
-        MODULE + STR,
+        MODULE + TEXT,
         "raise SystemExit(0)\n",
     ],
     ids=["exit", "atexit", "report", "patch", "equal", "files", "subclass", "sysexit"],
@@ -114,7 +118,7 @@ def test_no_forged_verdict(attack: str) -> None:
 
 def test_a_module_that_hangs_or_floods() -> None:
     for code in ("while True:\n    pass\n", MODULE + "\n\ndef fee(amount):\n    while True:\n        pass\n"):
-        result = grade(scenario(), code, isolation=ISOLATION, limits=Limits(wall_s=3, cpu_s=2))
+        result = grade(scenario(), code, isolation=ISOLATION, limits=Limits(wall_s=2, cpu_s=1))
         assert not result.passed("test_target")
     bomb = "x = [0] * 10\nwhile True:\n    x = x + x\n"
     assert grade(scenario(), bomb, isolation=ISOLATION, limits=Limits(memory_mb=256)).nodes == {}
@@ -325,6 +329,7 @@ def test_self_test_finds(changes: dict[str, Any], said: str) -> None:
     assert any(said in p for p in problems), problems
 
 
+@pytest.mark.slow
 def test_self_test_finds_flaky_tests(tmp_path: Path) -> None:
     flaky = TESTS + "\n\n\ndef test_sometimes():\n    import os\n\n    assert os.urandom(1)[0] % 2\n"
     problems: list[str] = []

@@ -104,7 +104,9 @@ def test_a_chain_passes_the_call_on() -> None:
 
 def test_a_mutation_that_changes_behaviour_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def harmful(one: Scenario, rng: random.Random) -> Scenario:
-        return one.model_copy(update={"module_code": one.module_code.replace("// 100", "// 99")})
+        return one.model_copy(
+            update={"module_code": one.module_code.replace("max(low, min(value, high))", "min(value, high)")}
+        )
 
     monkeypatch.setitem(STRATEGIES, "harmful", harmful)
     assert mutate(scenario(), random.Random(0), ["harmful"], ISOLATION) is None
