@@ -299,6 +299,16 @@ def test_command_writes_a_file_that_calibration_reads(
     assert first["tools"] and first["messages"][0]["role"] == "system"
 
 
+def test_other_temperatures_need_exact_logprobs_only_where_they_are_written(
+    codec: ChatCodec, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with answer_server(codec) as server:
+        flags = ["--base-url", server.url, "--num-seeds", "1", "--num-samples", "2", "--temperature", "0.7"]
+        assert command(monkeypatch, smollm2, tmp_path / "plain.json", *flags) == 0
+        with pytest.raises(InputError, match="processed_logprobs"):
+            command(monkeypatch, smollm2, tmp_path / "tokens.json", *flags, "--tokens")
+
+
 def test_command_with_dead_server_exits_2_and_goes_on_later(
     codec: ChatCodec, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from train.progress import EpisodeMeter
 from train.rollout import Job, collect, jobs_of_group
 from train.rollout_log import Key, RolloutLog, game_fingerprint
 from train.user_llm import add_user_llm_flags, user_llm_from
+from train.vllm_engine import VllmEngine
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -124,6 +125,8 @@ async def run(
     if todo:
         with as_folders(_given_folder(args.adapter)) as folders:
             opened = await open_engine(options)
+            if isinstance(opened.engine, VllmEngine):
+                opened.engine.exact_logprobs = args.tokens  # else they are not written
             try:
                 await _sample(args, spec, opened, folders, log, todo, meter)
             finally:

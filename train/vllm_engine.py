@@ -80,6 +80,7 @@ class VllmEngine:
     ) -> None:
         self.model = model
         self.stop_token_ids = tuple(stop_token_ids)
+        self.exact_logprobs = True  # False: the caller does not use log-probs, so any temperature will do
         self.max_model_len: int | None = None
         self.n_sampled_tokens = 0
         self.n_retries = 0
@@ -224,7 +225,7 @@ class VllmEngine:
 
     async def _check_logprobs(self, server: Server, prompt_ids: Sequence[int], temperature: float) -> None:
         """At temperature 1 and for greedy decoding raw log-probs are right; else the server must scale them."""
-        if temperature in (0.0, 1.0):
+        if temperature in (0.0, 1.0) or not self.exact_logprobs:
             return
         if server.processed_logprobs is None:
             server.processed_logprobs = await self._scales_logprobs(server, prompt_ids)
