@@ -154,13 +154,30 @@ class JsonlLog:
 
     def __init__(self, path: PathLike) -> None:
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_torn_line(self.path)
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the log
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_torn_line(self.path)
+            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the log
+        except OSError as error:
+            raise self._cannot(error) from None
+
+    def _cannot(self, error: OSError) -> InputError:
+        return InputError(f"{self.path}: cannot be written ({error.strerror}); free space or choose another path")
 
     def append(self, record: Any) -> None:
-        self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+        """Add one line.
+
+        Raises:
+            InputError: the disk is full or the file is gone.
+        """
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            with contextlib.suppress(OSError):  # closing would try to write the rest again
+                self._file.close()
+            raise self._cannot(error) from None
 
     def close(self) -> None:
         if not self._file.closed:

@@ -22,13 +22,13 @@ from pipeline.files import InputError, run_cli, write_json
 from train.chat import ChatCodec
 from train.checkpoint import list_checkpoints, load_checkpoint
 from train.config import TrainConfig, build_parser, load_config, seed_range
-from train.distributed import Ranks, join_ranks
+from train.distributed import Ranks, join_ranks, said_once
 from train.engine import Engine
 from train.engines import EngineOptions, open_engine
 from train.forward import can_pack
 from train.groups import Sampler
 from train.grpo import Trainer, Worker, checkpoint_settings
-from train.learner import Learner, UpdateConfig
+from train.learner import FIRST_TRAIN_SEED, Learner, UpdateConfig
 from train.local_engine import LocalEngine, load_model
 from train.lora import attach_adapter, lora_config
 from train.rollout import EnvironmentPool
@@ -38,25 +38,43 @@ from train.user_llm import UserLLM
 
 def main() -> int:
     arguments = vars(build_parser().parse_args())
-    config = load_config(arguments, dict(os.environ))
     warnings.filterwarnings("ignore", message=".*should not be contained in the prefix.*", module="peft")
-    seed_range(config.eval_seeds, "--eval-seeds")
-    mixes = {name: GameMix.parse(text) for name, text in config.adapter_games().items()}
-    specs = {game: get_game(game, config.root or None) for mix in mixes.values() for game in mix.weights}
-    resume = _resume_points(config, list(mixes))
+    with said_once():
+        config = load_config(arguments, dict(os.environ))
+        _check_eval_seeds(config)
+        mixes = {name: GameMix.parse(text) for name, text in config.adapter_games().items()}
+        specs = {game: get_game(game, config.root or None) for mix in mixes.values() for game in mix.weights}
+        resume = _resume_points(config, list(mixes))
     ranks, device = join_ranks(config.device)
     try:
+        with said_once():
+            if ranks.driver:
+                _announce(config, specs)
+            worker, model = _build_worker(config, mixes, ranks, device, resume)
         if ranks.driver:
-            _announce(config, specs)
-        worker, model = _build_worker(config, mixes, ranks, device, resume)
-        if not ranks.driver:
-            logging.disable(logging.WARNING)
-            worker.serve()
-        else:
-            asyncio.run(_drive(config, worker, model, specs))
+            return _run(config, worker, model, specs)
+        logging.disable(logging.WARNING)
+        return 0 if worker.serve() else 2
     finally:
         ranks.close()
+
+
+def _run(config: TrainConfig, worker: Worker, model: Any, specs: dict[str, GameSpec]) -> int:
+    """Rank 0. The other ranks are let go in any case, and know whether the run was finished."""
+    done = False
+    try:
+        _write_config(config)
+        asyncio.run(_drive(config, worker, model, specs))
+        done = True
+    finally:
+        worker.stop(done)
     return 0
+
+
+def _check_eval_seeds(config: TrainConfig) -> None:
+    seeds = seed_range(config.eval_seeds, "--eval-seeds")
+    if seeds.stop > FIRST_TRAIN_SEED:
+        raise InputError(f"--eval-seeds {config.eval_seeds}: seeds from {FIRST_TRAIN_SEED} on are trained on; use lower ones")
 
 
 def _resume_points(config: TrainConfig, names: list[str]) -> dict[str, Path]:
@@ -67,14 +85,19 @@ def _resume_points(config: TrainConfig, names: list[str]) -> dict[str, Path]:
         raise InputError(
             f"--output-dir {folder}: holds checkpoints of {', '.join(found)}; add --resume, or choose another folder"
         )
+    metrics = folder / "metrics.jsonl"
+    if not config.resume and metrics.is_file() and metrics.read_bytes().strip():
+        raise InputError(f"--output-dir {folder}: holds the metrics of a run; add --resume, or choose another folder")
     return found
 
 
+def _write_config(config: TrainConfig) -> None:
+    """Once everything fits: a run that is refused leaves the settings of the run before as they are."""
+    settings = {"schema_version": 1, **config.model_dump(mode="json"), "torch": torch.__version__}
+    write_json(Path(config.output_dir) / "config.json", settings)
+
+
 def _announce(config: TrainConfig, specs: dict[str, GameSpec]) -> None:
-    folder = Path(config.output_dir)
-    write_json(
-        folder / "config.json", {"schema_version": 1, **config.model_dump(mode="json"), "torch": torch.__version__}
-    )
     sys.stderr.write(f"settings: {json.dumps(config.model_dump(mode='json'))}\n")
     for spec in specs.values():
         if spec.needs_user_llm and not config.user_llm_url:

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from pipeline.files import InputError, atomic_path, read_json, sync_folder, write_json
+from pipeline.files import InputError, read_json, sync_folder, write_json
 from train.learner import Learner
-from train.lora import adapter_state, restore_adapter
+from train.lora import adapter_state, restore_adapter, save_tensors
 
 SCHEMA_VERSION = 1
 
@@ -33,19 +33,24 @@ def save_checkpoint(
         settings: must be equal when it is loaded.
     """
     target = folder / f"iter_{int(counters['iteration']):06d}"
-    folder.mkdir(parents=True, exist_ok=True)
-    for stale in folder.glob(".iter_*.tmp"):
-        shutil.rmtree(stale, ignore_errors=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=folder))
+    if target in list_checkpoints(folder):  # an iteration of a run has one state; there is no moment without it
+        return target
     try:
-        _save_tensors(work / "adapter.safetensors", adapter_state(learner.model, learner.name))
-        _save_tensors(work / "optimizer.safetensors", _optimizer_tensors(learner))
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.glob(".iter_*.tmp"):
+            shutil.rmtree(stale, ignore_errors=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=folder))
+    except OSError as error:
+        raise InputError(f"checkpoint {target}: cannot be written ({error.strerror})") from None
+    try:
+        save_tensors(work / "adapter.safetensors", adapter_state(learner.model, learner.name))
+        save_tensors(work / "optimizer.safetensors", _optimizer_tensors(learner))
         write_json(
             work / "state.json",
             {"schema_version": SCHEMA_VERSION, "adapter": learner.name, "counters": counters, "settings": settings},
         )
         sync_folder(work)
-        if target.exists():
+        if target.exists():  # not a complete checkpoint
             shutil.rmtree(target)
         work.rename(target)
         sync_folder(folder)
@@ -111,11 +116,6 @@ def _restore_optimizer(learner: Learner, tensors: dict[str, torch.Tensor]) -> No
         parameter = learner.parameters[name]
         moved = value if key == "step" else value.to(parameter.device)
         learner.optimizer.state[parameter][key] = moved
-
-
-def _save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    with atomic_path(path) as temporary:
-        save_file(tensors, str(temporary))
 
 
 def _load_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,6 +81,10 @@ class TrainConfig(BaseModel):
             raise ValueError("give either --game/--capabilities or --games (one adapter on a mix)")
         if len(set(self.capabilities)) != len(self.capabilities):
             raise ValueError("a capability is named twice")
+        if len({adapter_name(game) for game in self.capabilities}) != len(self.capabilities):
+            raise ValueError("two capabilities would share one adapter name; rename one of them")
+        if self.name and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", self.name):
+            raise ValueError(f"name {self.name!r}: expected letters, digits, _ and -")
         return self
 
     def loss_config(self) -> LossConfig:
@@ -198,6 +203,8 @@ def load_config(arguments: dict[str, Any], environment: dict[str, str]) -> Train
         values.update(loaded)
     values.update({k: v for k, v in arguments.items() if k != "config"})
     if "game" in values:
+        if values.get("capabilities"):
+            raise InputError("give --game or --capabilities, not both; --capabilities takes a comma list")
         values["capabilities"] = (values.pop("game"),)
     if "model" not in values and environment.get("VLLM_MODEL"):
         values["model"] = environment["VLLM_MODEL"]

@@ -6,17 +6,46 @@ torchrun stops the rest.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-WAIT = datetime.timedelta(
-    hours=12
-)  # ranks wait while rank 0 samples; a dead rank 0 is noticed by torchrun, not by this limit
+from game_registry import GameError
+from pipeline.files import InputError, ServerError
+
+# Ranks wait while rank 0 samples; a dead rank 0 is noticed by torchrun, not by this limit.
+WAIT = datetime.timedelta(hours=12)
+
+
+class PeerLost(ServerError):
+    """Another rank is gone. Its own message has the cause; this one only says why we stop too."""
+
+
+@contextlib.contextmanager
+def _with_peers() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # what gloo and NCCL raise
+        raise PeerLost(
+            f"rank {os.environ.get('RANK', '0')} lost another rank, whose message says why ({str(error).splitlines()[0]})"
+        ) from None
+
+
+@contextlib.contextmanager
+def said_once() -> Iterator[None]:
+    """An input fault that all ranks of a host see alike is told by the first of them only; all exit with 2."""
+    try:
+        yield
+    except (InputError, GameError):
+        if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+            raise SystemExit(2) from None
+        raise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,27 +65,30 @@ class Ranks:
         if self.world == 1:
             return message
         box = [message]
-        dist.broadcast_object_list(box, src=0, group=self.control)
+        with _with_peers():
+            dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place."""
         if self.world > 1:
-            dist.all_reduce(tensor)
+            with _with_peers():
+                dist.all_reduce(tensor)
         return tensor
 
     def agree(self, value: float, what: str) -> None:
         """All ranks hold the same ``value``.
 
         Raises:
-            RuntimeError: they do not.
+            InputError: they do not.
         """
         if self.world == 1:
             return
         values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self.control)
+        with _with_peers():
+            dist.all_gather_object(values, value, group=self.control)
         if len(set(values)) > 1:
-            raise RuntimeError(
+            raise InputError(
                 f"ranks disagree on {what}: {values}; start all of them with the same arguments and files"
             )
 

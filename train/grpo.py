@@ -7,32 +7,36 @@ others sample, so neither the trainer nor the server waits; no cycle ever sees r
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from pipeline.files import JsonlLog, ServerError
+from game_registry import GameError
+from pipeline.files import InputError, JsonlLog, ServerError
 from train.checkpoint import save_checkpoint
 from train.config import TrainConfig, seed_range
 from train.delivery import AdapterDelivery, Canary
-from train.distributed import Ranks
+from train.distributed import PeerLost, Ranks
 from train.episode import EpisodeParams, to_simulation
 from train.forward import action_logprobs
 from train.groups import Collected, Group, Sampler, collect_informative
 from train.learner import Learner, UpdateConfig, items_of_groups
 from train.local_engine import LocalEngine
-from train.lora import activate, save_adapter, write_adapter_folder
+from train.lora import activate, copy_adapter, save_adapter, write_adapter_folder
 from train.packing import TokenSequence, build_pack
 from train.run_log import RunLog
 
 CANARY_TOKENS = 512  # of one real rollout; enough to tell two adapters apart, cheap to score
 EMPTY_LIMIT = 5  # iterations in a row without one informative group before the run stops
 NONFINITE_LIMIT = 3
+T = TypeVar("T")
 
 
 class TrainingStopped(ServerError):
@@ -47,14 +51,19 @@ class Worker:
     update_config: UpdateConfig
     ranks: Ranks
 
-    def serve(self) -> None:
-        """Ranks other than 0: compute what rank 0 says until it says stop."""
+    def serve(self) -> bool:
+        """Ranks other than 0: compute what rank 0 says until it says stop. Returns whether rank 0 was done by then."""
         while True:
             command, payload = self.ranks.broadcast()
             if command == "stop":
-                return
+                return bool(payload)
             name, items = payload
             self.learners[name].update(items, self.update_config)
+
+    def stop(self, done: bool) -> None:
+        """Rank 0: end ``serve`` on all other ranks."""
+        with contextlib.suppress(PeerLost):  # what happened to the peer is the fault that is reported
+            self.ranks.broadcast(("stop", done))
 
     def update(self, learner: Learner, items: list[Any]) -> dict[str, float]:
         """Rank 0: update ``learner`` on all ranks."""
@@ -81,34 +90,35 @@ class Trainer:
         self._names: dict[str, str | None] = {}
         self._resume_points: dict[str, dict[str, Any]] = {}
         self._canaries: dict[str, tuple[tuple[int, ...], tuple[float, ...]]] = {}
-        self._best: dict[str, float] = {}
         self._empty: dict[str, int] = {}
+        self._nonfinite: dict[str, int] = {}
+        self._torn: set[str] = set()  # learners in the middle of an update: nothing to save
 
     async def run(self) -> None:
         """Train every learner to ``max_iters``.
 
         Raises:
             TrainingStopped, ServerError: the sampler is gone, a sync failed, the loss is not finite; checkpoints are kept.
+            InputError, GameError: a file cannot be written, an adapter is refused, an environment cannot be made.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
                 for learner in self.worker.learners.values():
                     tasks.create_task(self._train(learner))
-        except* ServerError as group:
+        except BaseExceptionGroup as group:  # not except*: that would wrap what is raised here in a group again
             raise _first(group) from None
         finally:
             await self.delivery.close()
-            self.worker.ranks.broadcast(("stop", None))
 
     async def _train(self, learner: Learner) -> None:
         self._checkpoint_point(learner)
         try:
-            if learner.version > 0:
+            if learner.version > 0 and learner.iteration < self.config.max_iters:
                 await self._deliver(learner)
             while learner.iteration < self.config.max_iters:
                 await self._iteration(learner)
-        except ServerError:
-            self._save(learner)
+        except (InputError, ServerError, GameError, BaseExceptionGroup, asyncio.CancelledError):
+            self._save(learner)  # cancelled: another learner failed or the user stopped the run
             raise
         self._save(learner)
         self._export(learner)
@@ -116,25 +126,25 @@ class Trainer:
     async def _iteration(self, learner: Learner) -> None:
         begin = time.perf_counter()
         collected = await self._collect(learner)
-        sampled = time.perf_counter()
-        metrics = collected.metrics() | {"sample_s": sampled - begin, "update_s": 0.0, "deliver_s": 0.0}
+        metrics = collected.metrics() | {"update_s": 0.0, "deliver_s": 0.0}
+        metrics["sample_s"] = time.perf_counter() - begin
         self._check_alive(learner, collected)
         items = items_of_groups(collected.informative, self.config.normalize_advantages)
-        self._empty[learner.name] = 0 if items else self._empty.get(learner.name, 0) + 1
         if items:
-            metrics |= await self._update_and_deliver(learner, collected, items)
-        learner.iteration += 1
-        self._checkpoint_point(learner)
-        self.log.iteration(learner.name, learner.iteration, self.config.max_iters, metrics, collected.error_kinds())
-        if self._empty[learner.name] >= EMPTY_LIMIT:
-            raise TrainingStopped(
-                f"{learner.name}: no informative group in {EMPTY_LIMIT} iterations (reward {metrics['reward']:.2f}); "
-                "the environment gives this model no signal: calibrate it, then --resume"
-            )
-        if learner.iteration % self.config.save_every == 0:
-            self._save(learner)
+            metrics |= await self._update(learner, collected, items)
+        else:
+            self._finish(learner)
+        try:
+            if items:
+                metrics["deliver_s"] = await self._deliver(learner)
+        finally:  # an update that is done is on record, even when its delivery fails
+            self.log.iteration(learner.name, learner.iteration, self.config.max_iters, metrics, collected.error_kinds())
+        self._check_progress(learner, items, metrics)
         if self.config.eval_every and learner.iteration % self.config.eval_every == 0:
             await self._evaluate(learner)
+            self._checkpoint_point(learner)
+        if learner.iteration % self.config.save_every == 0:
+            self._save(learner)
 
     # ------------------------------------------------------------------ sampling
 
@@ -199,33 +209,51 @@ class Trainer:
         self.log.evaluation(
             learner.name, learner.iteration, {"reward": reward, "success": success, "n": float(len(scored))}
         )
-        if reward > self._best.get(learner.name, -1.0):
-            self._best[learner.name] = reward
+        if learner.best_reward is None or reward > learner.best_reward:
+            learner.best_reward = reward
             save_adapter(learner.model, learner.name, self.folder / "best" / learner.name)
 
     # ------------------------------------------------------------------ update and delivery
 
-    async def _update_and_deliver(self, learner: Learner, collected: Collected, items: list[Any]) -> dict[str, float]:
+    async def _update(self, learner: Learner, collected: Collected, items: list[Any]) -> dict[str, float]:
+        """One update. With it the iteration is over: what is saved from here on goes on after it."""
+
+        def work() -> dict[str, float]:
+            self._torn.add(learner.name)
+            metrics = self.worker.update(learner, items)
+            self._finish(learner)
+            self._torn.discard(learner.name)
+            return metrics
+
         async with self._updating:
             begin = time.perf_counter()
             self._remember_canary(learner, collected)
-            if self._local:  # sampler and trainer share one model: one at a time
-                metrics = self.worker.update(learner, items)
-            else:
-                metrics = await asyncio.to_thread(self.worker.update, learner, items)
-            updated = time.perf_counter()
-            if metrics["nonfinite"] >= 1.0:
-                self._empty[learner.name] = self._empty.get(learner.name, 0) + 1
-                self.log.say(f"[{learner.name}] warning: loss or gradient is not finite; this update was skipped")
-                if self._empty[learner.name] >= NONFINITE_LIMIT:
-                    raise TrainingStopped(
-                        f"{learner.name}: loss not finite {NONFINITE_LIMIT} times in a row; lower --lr, then --resume"
-                    )
-        await self._deliver(learner)
-        return metrics | {"update_s": updated - begin, "deliver_s": time.perf_counter() - updated}
+            # A local sampler shares the model with the trainer: one at a time.
+            metrics = work() if self._local else await _in_thread(work)
+        return metrics | {"update_s": time.perf_counter() - begin}
 
-    async def _deliver(self, learner: Learner) -> None:
-        """Make the newest weights what the sampler uses for this learner from now on."""
+    def _finish(self, learner: Learner) -> None:
+        learner.iteration += 1
+        self._checkpoint_point(learner)
+
+    def _check_progress(self, learner: Learner, items: list[Any], metrics: dict[str, float]) -> None:
+        """A run that learns nothing for several iterations in a row stops, typed."""
+        name = learner.name
+        self._empty[name] = 0 if items else self._empty.get(name, 0) + 1
+        self._nonfinite[name] = self._nonfinite.get(name, 0) + 1 if metrics.get("nonfinite") else 0
+        if self._empty[name] >= EMPTY_LIMIT:
+            raise TrainingStopped(
+                f"{name}: no informative group in {EMPTY_LIMIT} iterations (reward {metrics['reward']:.2f}); "
+                "the environment gives this model no signal: calibrate it, then --resume"
+            )
+        if self._nonfinite[name] >= NONFINITE_LIMIT:
+            raise TrainingStopped(
+                f"{name}: loss not finite in {NONFINITE_LIMIT} iterations in a row; lower --lr, then --resume"
+            )
+
+    async def _deliver(self, learner: Learner) -> float:
+        """Make the newest weights what the sampler uses for this learner from now on. Returns the seconds it took."""
+        begin = time.perf_counter()
         name = f"{learner.name}@v{learner.version}"
         if isinstance(self.sampler.engine, LocalEngine):
             previous = self._names.get(learner.name)
@@ -235,13 +263,12 @@ class Trainer:
         else:
             folder = self.folder.resolve() / "adapters" / name
             async with self._updating:
-                canary = await asyncio.to_thread(self._write_version, learner, folder)
+                canary = await _in_thread(lambda: self._write_version(learner, folder))
             await self.delivery.deliver(learner.name, learner.version, str(folder), canary)
             old = self.folder / "adapters" / f"{learner.name}@v{learner.version - 3}"
-            shutil.rmtree(
-                old, ignore_errors=True
-            )  # nobody samples from it any more; a server re-reads evicted ones from disk
+            shutil.rmtree(old, ignore_errors=True)  # nobody samples from it; a server re-reads evicted ones from disk
         self._names[learner.name] = name
+        return time.perf_counter() - begin
 
     def _write_version(self, learner: Learner, folder: Path) -> Canary | None:
         write_adapter_folder(learner.model, learner.name, folder, dtype=_model_dtype(learner.model))
@@ -277,6 +304,8 @@ class Trainer:
         }  # fmt: skip
 
     def _save(self, learner: Learner) -> None:
+        if learner.name in self._torn:
+            return
         save_checkpoint(
             self.folder / "checkpoints" / learner.name,
             learner,
@@ -289,9 +318,8 @@ class Trainer:
         """The finished adapter, best by held-out reward when it was evaluated, in both published forms."""
         target = Path(self.config.adapter_dir) / learner.name
         best = self.folder / "best" / learner.name
-        if learner.name in self._best and best.is_dir():
-            shutil.copytree(best, target, dirs_exist_ok=True)
-            shutil.copyfile(best.with_name(best.name + ".safetensors"), target.with_name(target.name + ".safetensors"))
+        if learner.best_reward is not None and best.is_dir():
+            copy_adapter(best, target)
         else:
             save_adapter(learner.model, learner.name, target)
         self.log.say(f"[{learner.name}] adapter written to {target}/ and {target}.safetensors")
@@ -310,6 +338,16 @@ def checkpoint_settings(config: TrainConfig) -> dict[str, Any]:
     }
 
 
+async def _in_thread(work: Callable[[], T]) -> T:
+    """``work()`` in a thread. A caller that is cancelled still waits for its end: nobody meets half an update."""
+    future = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait([future])
+        raise
+
+
 def _stream_seed(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=7).digest(), "big")
 
@@ -319,7 +357,7 @@ def _model_dtype(model: Any) -> torch.dtype:
 
 
 def _first(group: BaseExceptionGroup[Any]) -> BaseException:
-    """The first cause of a group of failures."""
+    """The first cause in a group of failures."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -89,6 +89,7 @@ class Learner:
         self.iteration = 0
         first = FIRST_TRAIN_SEED + seed * 10_000_000
         self.next_seed = dict.fromkeys(mix.weights, first)
+        self.best_reward: float | None = None  # of the held-out evaluations so far
 
     def next_jobs(self, n: int) -> list[tuple[str, int]]:
         """(game, seed) of the next ``n`` groups; no seed is ever dealt twice."""
@@ -112,6 +113,8 @@ class Learner:
         order = sorted({item.group for item in items})
         batches = [order[i : i + per_step] for i in range(0, len(order), per_step)]
         single = len(batches) * config.epochs == 1
+        if not single:
+            items = self._with_old_logprobs(items, config)
         totals: dict[str, float] = {}
         for _ in range(config.epochs):
             for batch in batches:
@@ -123,12 +126,23 @@ class Learner:
         self.version += 1
         return {key: value / n_steps for key, value in totals.items()} | {"optimizer_steps": float(n_steps)}
 
+    @torch.no_grad()
+    def _with_old_logprobs(self, items: Sequence[TrainItem], config: UpdateConfig) -> list[TrainItem]:
+        """Items whose sampler log-probs are unknown get the present policy's, so that later steps have an old policy."""
+        done = list(items)
+        for index, item in enumerate(items):
+            if any(map(math.isnan, item.sampler_logprobs)):
+                pack = make_packs(self.model, [item.sequence], config.pack_tokens)[0]
+                own, _ = action_logprobs(self.model, pack, config.temperature, config.logit_chunk)
+                done[index] = dataclasses.replace(item, sampler_logprobs=tuple(own.tolist()))
+        return done
+
     def _step(self, items: list[TrainItem], config: UpdateConfig, single: bool) -> dict[str, float]:
         sequences = [item.sequence for item in items]
         packs = make_packs(self.model, sequences, config.pack_tokens)
         totals = Totals(len(items), sum(len(item.sampler_logprobs) for item in items))
         self.optimizer.zero_grad(set_to_none=True)
-        stats = _Stats()
+        stats = _Stats(next(iter(self.parameters.values())).device)
         for pack in share_of_rank(packs, self.rank, self.world):
             loss = self._pack_loss(pack, items, totals, config, single, stats)
             loss.backward()
@@ -193,19 +207,23 @@ class Learner:
             "iteration": self.iteration,
             "next_seed": self.next_seed,
             "mix": self.mix.state,
+            "best_reward": self.best_reward,
         }
 
     def restore_counters(self, state: dict[str, Any]) -> None:
         self.version, self.iteration = int(state["version"]), int(state["iteration"])
         self.next_seed = {str(k): int(v) for k, v in state["next_seed"].items()}
         self.mix.state = {str(k): float(v) for k, v in state["mix"].items()}
+        best = state.get("best_reward")
+        self.best_reward = None if best is None else float(best)
 
 
 class _Stats:
     """Sums over the packs of a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
         self.loss = 0.0
+        self._device = device  # where sums over ranks are made, also by a rank without a pack
         self._new: list[torch.Tensor] = []
         self._sampler: list[torch.Tensor] = []
         self._entropy = 0.0
@@ -219,8 +237,8 @@ class _Stats:
 
     def finish(self, reduce: Reduce) -> dict[str, float]:
         """Global loss, entropy and this rank's view of the sampler mismatch (summed quantities are reduced)."""
-        device = self._new[0].device if self._new else torch.device("cpu")
-        sums = reduce(torch.tensor([self.loss, self._entropy, float(self._tokens)], dtype=torch.float64, device=device))
+        own = [self.loss, self._entropy, float(self._tokens)]
+        sums = reduce(torch.tensor(own, dtype=torch.float64, device=self._device))
         loss, entropy, tokens = sums.tolist()
         mismatch = mismatch_metrics(torch.cat(self._new), torch.cat(self._sampler)) if self._new else {}
         result = {"loss": loss, "entropy": entropy / max(1.0, tokens), "action_tokens": tokens}

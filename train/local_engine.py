@@ -206,7 +206,7 @@ class LocalEngine:
                 continue
             try:
                 samples = self.generate([(r.prompt_ids, r.params) for r in batch], adapter)
-            except (RuntimeError, MemoryError) as error:  # out of memory, a shape the model refuses
+            except Exception as error:  # foreign model code; whatever it raises, nobody may wait for ever
                 for request in batch:
                     if not request.future.done():
                         request.future.set_exception(AgentError("server", f"{type(error).__name__}: {error}"))

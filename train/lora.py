@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -64,7 +65,8 @@ def activate(model: PeftModel, name: str) -> None:
 
 def adapter_parameters(model: PeftModel, name: str) -> dict[str, torch.nn.Parameter]:
     """The LoRA parameters of one adapter, by their names in the model."""
-    return {n: p for n, p in model.named_parameters() if "lora_" in n and f".{name}." in f"{n}."}
+    ending = re.compile(rf"\.lora_\w+\.{re.escape(name)}(\.|$)")  # the name alone could be that of a module too
+    return {n: p for n, p in model.named_parameters() if ending.search(n)}
 
 
 def adapter_state(model: PeftModel, name: str) -> dict[str, torch.Tensor]:
@@ -101,9 +103,36 @@ def save_adapter(
     """
     target = Path(folder)
     state, config = write_adapter_folder(model, name, target, dtype=dtype)
-    metadata = {"format": "pt", "peft_config": json.dumps(config, sort_keys=True), "adapter": name}
-    with atomic_path(target.with_name(target.name + ".safetensors")) as temporary:
-        save_file(state, str(temporary), metadata=metadata)
+    _write_single_file(target, state, config)
+
+
+def copy_adapter(source: Path, target: Path) -> None:
+    """Write the adapter ``source`` (either form) in both forms as ``target``.
+
+    Raises:
+        InputError: ``source`` is damaged, or ``target`` cannot be written.
+    """
+    state, config = load_adapter_files(source)
+    write_peft_folder(target, state, config)
+    _write_single_file(target, state, config)
+
+
+def _write_single_file(target: Path, state: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    metadata = {"format": "pt", "peft_config": json.dumps(config, sort_keys=True), "adapter": target.name}
+    save_tensors(target.with_name(target.name + ".safetensors"), state, metadata)
+
+
+def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Atomic write of a safetensors file.
+
+    Raises:
+        InputError: it cannot be written (disk full, no permission).
+    """
+    with atomic_path(path) as temporary:
+        try:
+            save_file(tensors, str(temporary), metadata=metadata)
+        except SafetensorError as error:  # how safetensors reports a full disk
+            raise InputError(f"{path}: cannot be written ({error}); free space or choose another path") from None
 
 
 def write_adapter_folder(
@@ -119,13 +148,19 @@ def write_adapter_folder(
 
 
 def write_peft_folder(target: Path, state: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    """Build the folder under a temporary name, fsync it and rename it into place."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    """Build the folder under a temporary name, fsync it and rename it into place.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise InputError(f"{target}: cannot be written ({error.strerror}); choose another folder") from None
     old: Path | None = None
     try:
-        with atomic_path(work / "adapter_model.safetensors") as temporary:
-            save_file(state, str(temporary), metadata={"format": "pt"})
+        save_tensors(work / "adapter_model.safetensors", state, {"format": "pt"})
         with atomic_path(work / "adapter_config.json") as temporary:
             temporary.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
         work.chmod(0o755)  # a server under another user must be able to read it

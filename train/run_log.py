@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections import defaultdict, deque
@@ -77,6 +78,9 @@ class RunLog:
         self._stream = stream
         self._begin = time.perf_counter()
         self._recent: dict[str, deque[dict[str, float]]] = defaultdict(lambda: deque(maxlen=PATIENCE))
+        for record in kept:  # a resumed run warns where an uninterrupted one would
+            if "reward" in record:
+                self._warnings(record["adapter"], record)
 
     def say(self, text: str) -> None:
         self._stream.write(text + "\n")
@@ -85,7 +89,8 @@ class RunLog:
     def iteration(
         self, adapter: str, iteration: int, last: int, metrics: dict[str, float], errors: dict[str, int]
     ) -> None:
-        """Record one iteration and show its line."""
+        """Record one iteration and show its line. What is not finite stays out: it is no JSON, and no number either."""
+        metrics = {key: value for key, value in metrics.items() if math.isfinite(value)}
         elapsed = time.perf_counter() - self._begin
         record: dict[str, Any] = {"adapter": adapter, "iteration": iteration, "elapsed_s": round(elapsed, 3), **metrics}
         if errors:
@@ -109,32 +114,45 @@ class RunLog:
         self.say(f"[{adapter} {iteration}] held out: " + " ".join(f"{k} {v:.3f}" for k, v in values.items()))
 
     def _warnings(self, adapter: str, metrics: dict[str, float]) -> list[str]:
+        found = []
+        if metrics.get("nonfinite"):
+            found.append("loss or gradient is not finite: this update was skipped, the weights are as before")
         recent = self._recent[adapter]
         recent.append(metrics)
-        if len(recent) < PATIENCE:
-            return []
-        checks = {
-            "constant_high": f"at least 90 % of groups all succeed alike for {PATIENCE} iterations: the environment is too easy "
-            f"(reward {metrics['reward']:.2f}); mutate it or stop here",
-            "constant_low": f"at least 90 % of groups all fail alike for {PATIENCE} iterations: the environment is too hard "
-            f"(reward {metrics['reward']:.2f}); make easier seeds or use hints",
-        }
-        found = [text for key, text in checks.items() if all(m[key] >= 0.9 for m in recent)]
-        if all(m["truncated"] >= 0.2 for m in recent):
-            found.append(f"{metrics['truncated']:.0%} of episodes are cut: raise --max-new-tokens or --max-seq-length")
-        if all(m["errors"] >= 0.05 for m in recent):
-            found.append(
-                f"{metrics['errors']:.0%} of episodes fail outside the policy: look at error_kinds in metrics.jsonl"
-            )
-        if all(m.get("mismatch_outside", 0.0) >= 0.05 for m in recent):
-            found.append(
-                "5 % of sampled tokens have a trainer/sampler ratio outside [0.5, 2]: same base and dtype on both sides?"
-            )
-        if all(m.get("entropy", 1.0) < 0.02 for m in recent):
-            found.append("entropy is below 0.02 nats per token: the policy no longer explores")
-        if found:
-            recent.clear()  # say it again only after another PATIENCE iterations
+        if len(recent) == PATIENCE:
+            lasting = lasting_faults(list(recent))
+            found += lasting
+            if lasting:
+                recent.clear()  # say it again only after another PATIENCE iterations
         return found
 
     def close(self) -> None:
         self._log.close()
+
+
+def lasting_faults(recent: list[dict[str, float]]) -> list[str]:
+    """What has been wrong in each of these iterations, in words that say what to do."""
+    last, n = recent[-1], len(recent)
+    found = []
+    if all(m["constant_high"] >= 0.9 for m in recent):
+        found.append(
+            f"at least 90 % of groups all succeed alike for {n} iterations: the environment is too easy "
+            f"(reward {last['reward']:.2f}); mutate it or stop here"
+        )
+    if all(m["constant_low"] >= 0.9 for m in recent):
+        found.append(
+            f"at least 90 % of groups all fail alike for {n} iterations: the environment is too hard "
+            f"(reward {last['reward']:.2f}); make easier seeds or use hints"
+        )
+    if all(m["truncated"] >= 0.2 for m in recent):
+        found.append(f"{last['truncated']:.0%} of episodes are cut: raise --max-new-tokens or --max-seq-length")
+    if all(m["errors"] >= 0.05 for m in recent):
+        found.append(f"{last['errors']:.0%} of episodes fail outside the policy: see error_kinds in metrics.jsonl")
+    if all(m.get("mismatch_outside", 0.0) >= 0.05 for m in recent):
+        found.append(
+            f"{last['mismatch_outside']:.0%} of sampled tokens have a trainer/sampler ratio outside [0.5, 2]: "
+            "same base and dtype on both sides?"
+        )
+    if all(m.get("entropy", 1.0) < 0.02 for m in recent):
+        found.append("entropy is below 0.02 nats per token: the policy no longer explores")
+    return found
