@@ -178,6 +178,7 @@ def _sides(source: str, run: RunFile, capability: str) -> dict[str, bool]:
         _name_duplicate(source, capability, lists)
     if "" in sides:
         raise InputError(f"label run {source}: capability {capability}: an id is empty")
+    _check_text(source, capability, sides)
     for side, expected in (("failed", run.totals.total_failed), ("passed", run.totals.total_passed)):
         found = sum(len(members) for _, _, failed, members in lists if failed == (side == "failed"))
         if found != expected:
@@ -186,6 +187,14 @@ def _sides(source: str, run: RunFile, capability: str) -> dict[str, bool]:
                 f"*_{side} lists hold {found} ids; label every trajectory once and correct the totals"
             )
     return sides
+
+
+def _check_text(source: str, capability: str, sides: Mapping[str, bool]) -> None:
+    try:
+        "".join(sides).encode()
+    except UnicodeEncodeError:  # a lone surrogate, as broken JSON escapes make it, cannot be written again
+        bad = next(m for m in sides if m != m.encode("utf-8", "replace").decode())
+        raise InputError(f"label run {source}: capability {capability}: id {bad!r} is not text; rename it") from None
 
 
 def _name_duplicate(source: str, capability: str, lists: list[tuple[str, int, bool, list[str]]]) -> NoReturn:

@@ -135,9 +135,9 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 @st.composite
-def documents(draw: st.DrawFn, name: str) -> Any:
-    """A valid document in which one to three places were replaced, removed or doubled."""
-    document = valid_document(name)
+def mutated(draw: st.DrawFn, valid: Any) -> Any:
+    """A copy of ``valid`` in which one to three places were replaced, removed or doubled."""
+    document = copy.deepcopy(valid)
     for _ in range(draw(st.integers(1, 3))):
         places = [p for p in _places(document) if p]
         if not places:
@@ -157,15 +157,25 @@ def documents(draw: st.DrawFn, name: str) -> Any:
 
 
 @st.composite
-def mutated_bytes(draw: st.DrawFn, name: str) -> bytes:
-    """The JSON text of a valid document, cut off or with bytes overwritten."""
-    raw = bytearray(json.dumps(valid_document(name)).encode())
+def damaged(draw: st.DrawFn, valid: Any) -> bytes:
+    """The JSON text of ``valid``, cut off or with bytes overwritten."""
+    raw = bytearray(json.dumps(valid).encode())
     if draw(st.booleans()):
         del raw[draw(st.integers(0, len(raw))) :]
     for _ in range(draw(st.integers(0, 4))):
         if raw:
             raw[draw(st.integers(0, len(raw) - 1))] = draw(st.integers(0, 255))
     return bytes(raw)
+
+
+def documents(name: str) -> st.SearchStrategy[Any]:
+    """Documents of a format with one to three faults."""
+    return mutated(VALID[name])
+
+
+def mutated_bytes(name: str) -> st.SearchStrategy[bytes]:
+    """Damaged bytes of a format."""
+    return damaged(VALID[name])
 
 
 def _path(folder: Path, name: str) -> Path:

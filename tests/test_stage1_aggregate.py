@@ -223,6 +223,10 @@ def _foreign_evidence(run: dict[str, Any]) -> None:
     run["evidence"] = {"careful_reading": {"shop:99": {"message": 1, "quote": "x"}}}
 
 
+def _surrogate(run: dict[str, Any]) -> None:
+    run["labels"]["careful_reading"]["lacking_failed"][0] = "shop:\ud800"
+
+
 def _no_labels(run: dict[str, Any]) -> None:
     run["labels"] = {}
 
@@ -243,6 +247,7 @@ def _no_labels(run: dict[str, Any]) -> None:
         (_bad_name, ["run_02.json", "../evil"]),
         (_foreign_evidence, ["run_02.json", "careful_reading", "shop:99"]),
         (_no_labels, ["run_02.json", "labels"]),
+        (_surrogate, ["run_02.json", "careful_reading", "ud800"]),
     ],
 )
 def test_a_bad_run_is_one_line_exit_2_and_retires_the_old_export(
