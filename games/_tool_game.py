@@ -125,6 +125,10 @@ class ToolGame:
         """Carry out a call whose name and arguments were checked; return what the policy sees."""
         raise NotImplementedError
 
+    def follow_up(self) -> str | None:
+        """What the scripted user says after a tool result, if anything."""
+        return None
+
     def respond(self, text: str) -> str:
         """The scripted user's answer to plain text."""
         return "Please do it with one of your tools."
@@ -177,6 +181,9 @@ class ToolGame:
         else:
             call = json.dumps(action, ensure_ascii=False)
             self._append({"role": "assistant", "content": call}, {"role": "tool", "content": self._dispatch(action)})
+            said = None if self.done else self.follow_up()
+            if said is not None:
+                self._append(_user(said))
 
     # ---- inside
 

@@ -2,8 +2,9 @@
 
     python pipeline/validate_environment.py games/capability_multi_step_task_completion_game.py
 
-Nothing has to be looked up or refused: the request spells out both calls. What is to be learned is to go on after the
-first one, with the second one. The first call that was not asked for ends the episode.
+The customer names two orders and wants the first one dealt with; once that is done, the customer asks for something
+else on "the other order", whose id was said only at the start. Nothing has to be looked up in a table or refused. The
+first call that was not asked for ends the episode.
 
 Curriculum: ``start`` says which seeds open after the first call, which then stands in the conversation as done. ``odd``
 (the registered form) shortens every second seed, so that a policy that never finishes two calls in a row still sees
@@ -44,10 +45,15 @@ class MultiStepGame(ToolGame):
         numbers, tools = rng.sample(range(100, 1000), 2), rng.sample(REQUESTS, 2)
         self.expected = list(zip(tools, numbers, strict=True))
         self.found: list[tuple[str, int]] = []
-        messages = opening(f"{tools[0].capitalize()} order {numbers[0]}, then {tools[1]} order {numbers[1]}.")
+        self._then = f"Thanks. Now {tools[1]} the other order."
+        first, second = numbers
+        messages = opening(f"I need help with orders {first} and {second}. First, {tools[0]} order {first}.")
         if self._second_only:
-            messages.append({"role": "assistant", "content": bare_call(tools[0], id=numbers[0])})
-            messages.append({"role": "tool", "content": DONE})
+            messages += [
+                {"role": "assistant", "content": bare_call(tools[0], id=first)},
+                {"role": "tool", "content": DONE},
+                {"role": "user", "content": self._then},
+            ]
             del self.expected[0]
         self.domain = "second_call" if self._second_only else "two_calls"
         self.step_limit = len(self.expected)
@@ -59,6 +65,9 @@ class MultiStepGame(ToolGame):
         self.finished = not right or len(self.found) == len(self.expected)
         self.reason = ("solved" if self.finished else "not complete") if right else "a call that was not asked for"
         return DONE
+
+    def follow_up(self) -> str | None:
+        return self._then if self.found else None
 
     def reward(self) -> float:
         """Per call as ``grade_call``; the first of two is worth ``FIRST_DONE`` and the second what is left."""
@@ -78,10 +87,10 @@ register_game(
         max_gen_tokens=MAX_GEN_TOKENS,
         tools_in="system_prompt",
         oracle=oracle_of(MultiStepGame),
-        hint_prompt="Hint: after the first part is done, call the tool of the second part.",
+        hint_prompt="Hint: after the first call, look back for the order that is left.",
         description=(
-            "The agent carries a request of several parts through to its end, one call after the other. It is lacking "
-            "when a part is left out, done twice or done out of order."
+            "The agent carries a task of several steps through to its end and keeps what was said at its start. "
+            "It is lacking when a step is left out, done twice or done on the wrong record."
         ),
     )
 )

@@ -9,7 +9,7 @@ it is compared with the database that the right calls lead to: reward 1 or 0. Th
 structured     40 %   the order is named by its item, the ids stand in a table
 precision      40 %   the right tool and id stand beside decoys of both kinds
 precondition   10 %   the policy may forbid what the customer asks for
-multi_step     10 %   the customer asks for two things, one call each
+multi_step     10 %   the customer asks for a second thing once the first is done
 =============  =====  =====================================================================
 
 ``capability_checks`` says which of four capabilities an episode needed and showed, from task and transcript alone.
@@ -78,8 +78,8 @@ CANDIDATES = [
     {
         "name": "multi_step_task_completion",
         "description": (
-            "The agent carries a request of several parts through to its end, one call after the other. It is lacking "
-            "when a part is left out, done twice or done out of order."
+            "The agent carries a task of several steps through to its end and keeps what was said at its start. "
+            "It is lacking when a step is left out, done twice or done on the wrong record."
         ),
     },
 ]
@@ -103,6 +103,7 @@ class Task:
     request: str
     orders: dict[int, Order]
     calls: tuple[Call, ...]
+    follow_up: str | None = None  # what the customer says after the first of two calls
     decided: str = ""  # precondition: the tool that the customer asks for, allowed or not
 
 
@@ -171,8 +172,9 @@ def _precondition(rng: random.Random, orders: dict[int, Order]) -> Task:
 def _multi_step(rng: random.Random, orders: dict[int, Order]) -> Task:
     first, second = list(orders)[:2]
     tools = rng.sample(REQUESTS, 2)
-    request = f"{tools[0].capitalize()} order {first}, then {tools[1]} order {second}."
-    return Task("multi_step", request, orders, ((tools[0], first), (tools[1], second)))
+    request = f"I need help with orders {first} and {second}. First, {tools[0]} order {first}."
+    then = f"Thanks. Now {tools[1]} the other order."
+    return Task("multi_step", request, orders, ((tools[0], first), (tools[1], second)), follow_up=then)
 
 
 _DRAW = {"structured": _structured, "precision": _precision, "precondition": _precondition, "multi_step": _multi_step}
@@ -202,11 +204,16 @@ class HelpdeskGame(ToolGame):
         wanted = self._states()
         if self.orders == wanted[-1]:
             self.finished, self.reason = True, "solved"
+        elif self.orders == wanted[0]:
+            self.reason = "no such order"
         elif self.orders not in wanted:
             self.finished, self.reason = True, "the database is not as it should be"
         else:
             self.reason = "not complete"
         return seen
+
+    def follow_up(self) -> str | None:
+        return self.task.follow_up if self.reason == "not complete" else None
 
     def _states(self) -> list[dict[int, Order]]:
         """The database before, between and after the calls that solve the task."""
@@ -285,7 +292,7 @@ def _is_decided(task: Task, call: Call) -> bool:
 
 
 def _is_carried_through(task: Task, turns: Sequence[Turn]) -> bool:
-    """Once the first part was done, the next turn must be the second one, or at least a try at a call."""
+    """Once the first call was right, the next turn must be the second call, or at least a try at one."""
     if len(task.calls) < 2 or not turns or turns[0] != task.calls[0]:
         return True
     return len(turns) > 1 and turns[1] in ("invalid", task.calls[1])

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 
 from game_registry import Agent, EpisodeResult, GameSpec, Reply, Scored, Turn, play_sync
+from games._desk import example_turns
 from tool_calls import Action
 
 CAPABILITIES = (
@@ -30,7 +31,9 @@ def call(name: str, number: object) -> Action:
 
 
 def request_of(turn: Turn) -> str:
-    return str([m["content"] for m in turn.messages if m["role"] == "user"][-1])
+    """All that the customer has said, without the example turns."""
+    said = [str(m["content"]) for m in turn.messages if m["role"] == "user"]
+    return "\n".join(said[len(example_turns()) // 2 :])
 
 
 def numbers_in(text: str) -> list[int]:

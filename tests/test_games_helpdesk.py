@@ -72,7 +72,8 @@ def test_the_answer_can_be_found_in_the_request_and_the_policy() -> None:
         task = helpdesk.draw_task(seed)
         for tool, number in task.calls:
             assert number in task.orders and number in numbers_in(task.request)
-            assert tool in task.request.lower() or (tool == "deny" and task.kind == "precondition")
+            said = f"{task.request} {task.follow_up}".lower()
+            assert tool in said or (tool == "deny" and task.kind == "precondition")
         if task.kind == "precondition":
             needed = desk.STATUS_REQUIRED[task.decided]
             number = task.calls[0][1]
@@ -150,6 +151,18 @@ def test_the_customer_answers_text_and_the_second_turn_can_still_be_lost() -> No
     assert "one of your tools" in answers[-1]
     assert reward_of(play(SPEC, scripted_agent(right_calls(seed)[::-1]), seed)) == 0.0
     assert reward_of(play(SPEC, scripted_agent(right_calls(seed)[:1]), seed)) == 0.0
+
+
+def test_the_customer_asks_for_the_second_thing_once_the_first_is_done() -> None:
+    seed = seed_of("multi_step")
+    task = helpdesk.draw_task(seed)
+    (first_tool, first), (second_tool, second) = task.calls
+    assert str(second) in task.request and second_tool not in task.request.split(".")[1]
+    done = transcript(seed, call(first_tool, first))
+    said = [m["content"] for m in done if m["role"] == "user"]
+    assert said.count(task.follow_up) == 1 and f"{second_tool} the other order" in str(task.follow_up)
+    for wrong in (call(first_tool, second), call(first_tool, "x"), "Hello."):
+        assert task.follow_up not in [m["content"] for m in transcript(seed, wrong)]
 
 
 def test_an_unknown_order_is_an_observation() -> None:
