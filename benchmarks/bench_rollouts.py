@@ -255,7 +255,7 @@ def _wait_for_health(process: subprocess.Popen[bytes], url: str, limit_s: float,
 async def bench(args: argparse.Namespace, size: Size) -> dict[str, Any]:
     """Rounds of episodes and of the bare client in turn, so that both see the same machine; medians of each.
 
-    A round's bare client sends the requests of the episodes before it (of the first round, for those that begin a round).
+    A round's bare client sends the requests of the episodes before it.
     """
     async with server(args) as url:
         codec = ChatCodec.from_model(args.tokenizer or args.model)
