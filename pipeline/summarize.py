@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from pipeline.files import InputError
-from pipeline.readers.trajectory import Limits, Tally, Trajectory, Verdict, clean, compact_message
+from pipeline.readers.trajectory import Limits, Tally, Trajectory, Verdict, clean, compact_message, plain
 from pipeline.records import Record
 from pipeline.split import part_of
 
@@ -68,13 +68,13 @@ def to_record(trajectory: Trajectory, limits: Limits, mine: Fraction | None, fau
         {
             "id": trajectory.id,
             "benchmark": trajectory.benchmark,
-            "domain": trajectory.domain,
+            "domain": plain(trajectory.domain),
             "task_id": trajectory.task_id,
             "trial": trajectory.trial,
             "split": part_of(trajectory.domain, trajectory.task_id, mine) if mine is not None else None,
             "outcome": verdict.outcome,
             "reward": verdict.reward,
-            "fault": verdict.fault,
+            "fault": plain(verdict.fault),
             "reason": clean(verdict.reason, tally),
             "messages": messages,
             "cut_chars": tally.cut_chars,

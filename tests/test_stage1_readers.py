@@ -342,6 +342,15 @@ def test_inspect_letters_numbers_and_errors(tmp_path: Path, packed: bool) -> Non
     assert found["quiz:a#1"].reason == "match 0: said 4"
 
 
+def test_an_eval_file_with_broken_escapes(tmp_path: Path) -> None:
+    path = tmp_path / "log.eval"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("header.json", '{"eval": {"task": "quiz\\ud800"}}')
+        archive.writestr("samples/1.json", '{"id": "x\\ud800", "messages": [], "scores": {"m": {"value": "I"}}}')
+    assert summarize(tmp_path, path).returncode == 0
+    assert list(records(tmp_path)) == ["quiz?:x?"]
+
+
 def test_a_broken_eval_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "log.eval").write_bytes(b"PK nonsense")
     done = summarize(tmp_path, tmp_path / "log.eval")
@@ -395,6 +404,18 @@ def test_bad_lines_name_the_line(tmp_path: Path, line: str) -> None:
     done = summarize(tmp_path, path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "2" in done.stderr and "rows.jsonl" in done.stderr
+
+
+def test_broken_escapes_become_text_that_can_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = {"id": "a\ud800", "domain": "d\udfff", "reward": 0.0, "reason": "r\ud800"}
+    row["messages"] = [
+        {"role": "user\ud800", "content": "c\ud800", "tool_calls": [{"name": "n\ud800", "arguments": "\ud800"}]}
+    ]
+    path.write_text(json.dumps(row))
+    assert summarize(tmp_path, path).returncode == 0
+    (record,) = records(tmp_path).values()
+    assert record.id == "d?:a?" and record.messages[0].content == "c?" and record.messages[0].calls[0].name == "n?"
 
 
 def test_a_split_tau2_folder_with_a_missing_simulation(tmp_path: Path) -> None:

@@ -86,5 +86,5 @@ def _trajectory(row: dict[str, Any], number: int, path: Path, threshold: float) 
     trial = row.get("trial", 0)
     if isinstance(trial, bool) or not isinstance(trial, int) or trial < 0:
         raise InputError(f"{where}: trial: expected an integer >= 0, found {trial!r:.40}")
-    domain = row.get("domain") if isinstance(row.get("domain"), str) else ""
-    return Trajectory("openai", str(domain), task, trial, _verdict(row, threshold), row["messages"], str(path))
+    domain = as_id(row["domain"], f"{where}: domain") if row.get("domain") else ""
+    return Trajectory("openai", domain, task, trial, _verdict(row, threshold), row["messages"], str(path))

@@ -50,7 +50,12 @@ class Trajectory:
         """``domain:task`` (an SWE-bench instance id stands alone), with ``#trial`` from the second trial on."""
         alone = not self.domain or self.benchmark == "swebench"
         head = self.task_id if alone else f"{self.domain}:{self.task_id}"
-        return f"{head}#{self.trial}" if self.trial else head
+        return plain(f"{head}#{self.trial}" if self.trial else head)
+
+
+def plain(text: str) -> str:
+    """``text`` that UTF-8 can hold: broken JSON escapes give lone surrogates, which cannot be written again."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +84,7 @@ _SECRET = re.compile(
 
 def clean(text: str, tally: Tally) -> str:
     """``text`` that UTF-8 can hold, with API keys replaced."""
-    text, found = _SECRET.subn("[redacted]", text.encode("utf-8", "replace").decode("utf-8"))
+    text, found = _SECRET.subn("[redacted]", plain(text))
     tally.redacted += found
     return text
 
@@ -193,7 +198,7 @@ def as_id(value: Any, where: str) -> str:
         InputError: neither a non-empty string nor an integer.
     """
     if isinstance(value, str) and value:
-        return value.encode("utf-8", "replace").decode("utf-8")
+        return plain(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     raise InputError(f"{where}: expected an id (text or integer), found {describe(value)}")
