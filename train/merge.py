@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_gate.adapters import LoraAdapter, LoraFactors, load_adapter
+from moe_gate.adapters import LoraAdapter, load_adapter
+from moe_gate.factors import LoraFactors
 from pipeline.files import InputError
 from train.lora import write_peft_folder
 
