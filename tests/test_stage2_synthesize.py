@@ -1,0 +1,234 @@
+"""Synthesis end to end against a scripted model server: what is kept, what is not, what survives a dead server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_server import ScriptedServer
+from stage2_helpers import FIELDS, ISOLATION, scenario
+
+from game_registry import AgentError
+from pipeline import synthesize_scenarios as synthesis
+from pipeline.files import InputError, ServerError
+from pipeline.scenarios import load_scenarios, save_scenarios
+from pipeline.swe_game import oracle_text, scenario_spec
+from pipeline.synthesize_scenarios import main, read_log
+from pipeline.text_client import Sampling, TextClient, text_agent
+
+Body = dict[str, Any]
+
+
+class Model:
+    """Writes the given answers in turn (the last again and again), and solves each sample at the given rate."""
+
+    def __init__(self, answers: list[str], rates: list[float], rollouts: int = 4) -> None:
+        self.answers, self.rates, self.rollouts = answers, rates, rollouts
+        self.written = self.solved = 0
+        self.requests: list[str] = []
+
+    def __call__(self, messages: list[Body], body: Body) -> str | Body:
+        if "repair Python modules" not in messages[0]["content"]:
+            self.requests.append(messages[-1]["content"])
+            self.written += 1
+            return self.answers[min(self.written, len(self.answers)) - 1]
+        sample, number = divmod(self.solved, self.rollouts)
+        self.solved += 1
+        if number < self.rates[min(sample, len(self.rates) - 1)] * self.rollouts:
+            return self._solution(messages[1]["content"])
+        return "<<<<<<< SEARCH\ndef fee(\n=======\ndef  fee(\n>>>>>>> REPLACE"  # edits, and repairs nothing
+
+    def _solution(self, task: str) -> str:
+        line = next(text for text in task.splitlines() if text.endswith(" = 2"))
+        return f"<<<<<<< SEARCH\n{line}\n=======\n{line[:-1]}3\n>>>>>>> REPLACE"
+
+
+def answer(**changes: Any) -> str:
+    return f"```json\n{json.dumps({**FIELDS, **changes})}\n```"
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as running:
+        yield running
+
+
+def run(server: ScriptedServer, model: Model, output: Path, *flags: str) -> int:
+    server.chat = model  # type: ignore[assignment]
+    common = ["--capability", "exact_arithmetic", "--base-url", server.url, "--model", "scripted", "-o", str(output)]
+    return main([*common, "--rollouts", str(model.rollouts), "--retries", "0", "--isolation", ISOLATION.kind, *flags])
+
+
+def log_of(output: Path) -> list[Body]:
+    return [json.loads(line) for line in output.with_name(f"{output.stem}.attempts.jsonl").read_text().splitlines()]
+
+
+def test_a_sound_scenario_that_is_solved_sometimes_is_accepted(server: ScriptedServer, tmp_path: Path) -> None:
+    output, model = tmp_path / "s.json", Model([answer()], [0.5, 0.25])
+    assert run(server, model, output, "--accept", "1") == 0
+    (accepted,) = load_scenarios(output)
+    assert (accepted.name, accepted.pass_rate, accepted.n_rollouts) == ("fee_rate", 0.25, 4), (
+        "the rate of the fresh sample"
+    )
+    assert accepted.sampling == {"model": "scripted", "temperature": 1.0, "max_tokens": 2048}
+    (record,) = log_of(output)
+    assert [m["sample"] for m in record["measured"]] == ["first", "fresh"]
+    assert [m["pass_rate"] for m in record["measured"]] == [0.5, 0.25]
+    assert "exact_arithmetic" in model.requests[0] and "billing" in model.requests[0]
+
+
+@pytest.mark.parametrize(
+    ("rates", "outcome", "samples"),
+    [([0.0], "unsolved", 1), ([0.5, 0.0], "unconfirmed", 2), ([0.5, 0.75], "unconfirmed", 2)],
+)
+def test_each_sample_is_drawn_once(
+    server: ScriptedServer, tmp_path: Path, rates: list[float], outcome: str, samples: int
+) -> None:
+    """No optional stopping: a scenario outside the band is not measured again until it fits."""
+    output, model = tmp_path / "s.json", Model([answer()], [*rates, 0.25])
+    assert run(server, model, output, "--max-tries", "1") == 1
+    (record,) = log_of(output)
+    assert record["outcome"] == outcome and len(record["measured"]) == samples
+    assert model.solved == samples * 4 and not output.exists()
+
+
+def test_too_easy_is_mutated(server: ScriptedServer, tmp_path: Path) -> None:
+    output, model = tmp_path / "s.json", Model([answer()], [1.0, 0.5, 0.5])
+    assert run(server, model, output, "--accept", "1") == 0
+    (record,) = log_of(output)
+    assert len(record["mutations"]) == 1 and [m["pass_rate"] for m in record["measured"]] == [1.0, 0.5, 0.5]
+    assert load_scenarios(output)[0].name == "fee_rate_mut1"
+
+
+def test_too_easy_without_mutations(server: ScriptedServer, tmp_path: Path) -> None:
+    output = tmp_path / "s.json"
+    assert run(server, Model([answer()], [1.0]), output, "--mutations", "0", "--max-tries", "1") == 1
+    assert log_of(output)[0]["outcome"] == "too_easy"
+
+
+def test_a_faulty_answer_is_revised_with_the_reasons(server: ScriptedServer, tmp_path: Path) -> None:
+    output = tmp_path / "s.json"
+    model = Model(["I would rather not.", answer(oracle_replace="    rate = 9"), answer()], [0.25])
+    assert run(server, model, output, "--accept", "1") == 0
+    (record,) = log_of(output)
+    assert record["revisions"] == 2 and record["problems"] == []
+    assert "no JSON object" in model.requests[1] and "after the oracle edit" in model.requests[2]
+
+
+def test_at_most_two_revisions(server: ScriptedServer, tmp_path: Path) -> None:
+    output, model = tmp_path / "s.json", Model(["no"], [0.25])
+    assert run(server, model, output, "--max-tries", "2") == 1
+    assert model.written == 6 and [r["outcome"] for r in log_of(output)] == ["unparsed", "unparsed"]
+    assert model.solved == 0
+
+
+def test_a_cut_answer_is_named_as_such(server: ScriptedServer, tmp_path: Path) -> None:
+    output = tmp_path / "s.json"
+    server.edit = lambda response: {
+        **response,
+        "choices": [{**response["choices"][0], "finish_reason": "length"}],
+    }
+    assert run(server, Model([answer()], [0.25]), output, "--max-tries", "1") == 1
+    assert "cut at the token limit" in log_of(output)[0]["problems"][0]
+
+
+def test_names_are_taken_once_and_hand_written_scenarios_stay(server: ScriptedServer, tmp_path: Path) -> None:
+    output = tmp_path / "s.json"
+    save_scenarios(output, [scenario()])
+    model = Model([answer(), answer(name="another_name")], [0.25])
+    assert run(server, model, output, "--accept", "1") == 0
+    assert [s.name for s in load_scenarios(output)] == ["fee_rate", "another_name"]
+    assert "the name fee_rate is taken" in model.requests[1] and "- fee_rate" in model.requests[0]
+
+
+def test_resumes_where_it_stopped(server: ScriptedServer, tmp_path: Path) -> None:
+    output = tmp_path / "s.json"
+    assert run(server, Model(["no"], [0.0]), output, "--max-tries", "1") == 1
+    log = output.with_name("s.attempts.jsonl")
+    log.write_text(log.read_text() + '{"index": 1, "outc')  # killed in the middle of a line
+    model = Model([answer()], [0.25])
+    assert run(server, model, output, "--accept", "1") == 0
+    assert [r["index"] for r in log_of(output)] == [0, 1] and model.written == 1
+    output.unlink()  # killed between log and file
+    assert run(server, model, output, "--accept", "1") == 0 and model.written == 1
+    assert load_scenarios(output)[0].name == "fee_rate"
+
+
+def test_a_dead_server_is_no_failed_rollout(server: ScriptedServer, tmp_path: Path) -> None:
+    output, model = tmp_path / "s.json", Model([answer()], [0.25])
+
+    def dies(messages: list[Body], body: Body) -> Any:
+        if model.solved == 2:
+            server.fail = "refuse"
+        return model(messages, body)
+
+    server.chat = dies
+    common = ["--capability", "c_c", "--base-url", server.url, "--model", "scripted", "-o", str(output)]
+    with pytest.raises(ServerError, match="rollout"):
+        main([*common, "--rollouts", "4", "--retries", "0", "--isolation", ISOLATION.kind, "--concurrency", "1"])
+    assert log_of(output) == [] and not output.exists()
+
+
+@pytest.mark.parametrize("mode", ["500", "garbage", "die_midway", "refuse"])
+def test_server_faults_are_retried_then_typed(server: ScriptedServer, tmp_path: Path, mode: str) -> None:
+    server.fail = mode
+    with pytest.raises(ServerError, match="attempts"):
+        run(server, Model([answer()], [0.25]), tmp_path / "s.json")
+
+
+async def test_a_fault_that_passes_is_retried(server: ScriptedServer) -> None:
+    server.fail, server.fail_times = "503", 1
+    endpoint = synthesis.Endpoint(server.url, "scripted", retries=2)
+    async with TextClient(endpoint) as client:
+        completion = await client.complete([{"role": "user", "content": "x"}], Sampling(1.0, 8), 0)
+    assert completion.text == "ok" and len(server.calls("/v1/chat/completions")) == 2
+
+
+async def test_an_unknown_key_is_not_retried(server: ScriptedServer) -> None:
+    server.api_key = "right"
+    async with TextClient(synthesis.Endpoint(server.url, "scripted", api_key="wrong", retries=5)) as client:
+        with pytest.raises(ServerError, match="HTTP 401"):
+            await client.complete([{"role": "user", "content": "x"}], Sampling(1.0, 8), 0)
+    assert len(server.requests) == 1
+
+
+async def test_the_agent_types_a_dead_server(server: ScriptedServer) -> None:
+    from game_registry import Turn
+
+    server.fail = "refuse"
+    async with TextClient(synthesis.Endpoint(server.url, "scripted", retries=0)) as client:
+        agent = text_agent(client, Sampling(1.0, 8), 0)
+        with pytest.raises(AgentError) as caught:
+            await agent(Turn(0, [{"role": "user", "content": "x"}], [], []))
+    assert caught.value.kind == "server"
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    flags = ["--capability", "c_c", "--base-url", "http://127.0.0.1:1", "--model", "m", "--isolation", ISOLATION.kind]
+    with pytest.raises(InputError, match="--max-pass-rate"):
+        main([*flags, "--max-pass-rate", "0"])
+    selection = tmp_path / "selected.json"
+    selection.write_text('[{"skill": "other", "description": "d"}]')
+    with pytest.raises(InputError, match=r"no skill 'c_c'; it has other"):
+        main([*flags, "--capabilities-file", str(selection)])
+    (tmp_path / "s.attempts.jsonl").write_text('{"index": 5}\n')
+    with pytest.raises(InputError, match="expected try 0"):
+        read_log(tmp_path / "s.attempts.jsonl")
+
+
+def test_the_description_comes_from_the_selection(tmp_path: Path) -> None:
+    selection = tmp_path / "selected.json"
+    selection.write_text('[{"skill": "c_c", "description": "Counts exactly."}]')
+    assert synthesis._description("c_c", str(selection)) == "Counts exactly."
+    assert synthesis._description("c_c", None) == "c c"
+
+
+def test_the_oracle_text_solves_the_game() -> None:
+    from game_registry import Scored, play_sync, scripted_agent
+
+    spec = scenario_spec("capability_x", [scenario()], ISOLATION.kind)
+    said = {"name": "respond_to_user", "arguments": {"message": oracle_text(scenario())}}
+    assert play_sync(spec, spec.make_env(), scripted_agent([said]), 0).outcome == Scored(1.0)
