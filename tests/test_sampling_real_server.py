@@ -8,6 +8,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,31 @@ async def test_canary_passes_for_the_right_weights_and_stops_on_stale_ones(
         report = await delivery.deliver("tiny", 3, str(tmp_path / "v2"), Canary(tuple(ids), second, first))
         assert report.canary is not None and report.canary.error_new < report.canary.error_old
         await delivery.close()
+
+
+def test_evaluation_on_a_server(
+    vllm_server: str, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Base, two adapters and their merge through one server, which keeps none of them afterwards."""
+    import tiny_game  # noqa: F401 - registers capability_tiny
+
+    from pipeline.files import read_json
+    from train import evaluate
+
+    for seed, name in enumerate(("first", "second")):
+        make_adapter(smollm2, tmp_path / name, 0.05, seed)
+    flags = (
+        f"--model {smollm2} --base-url {vllm_server}/v1 --envs capability_tiny --seeds 10000:10003 --trials 2 --merge"
+    )
+    flags += f" --adapters {tmp_path}/first,{tmp_path}/second --out-dir {tmp_path}/out --bootstrap 200"
+    monkeypatch.setattr(sys, "argv", ["evaluate", *flags.split(), "--max-new-tokens", "12"])
+    assert evaluate.main() == 0
+    result = read_json(tmp_path / "out" / "evaluation.json")
+    rows = result["results"]["capability_tiny"]["sampled"]
+    assert list(rows) == ["base", "first", "second", "merge", "union"] and result["info"]["engine"] == "vllm"
+    assert all(row["n_episodes"] == 6 and row["error_share"] == 0 for row in rows.values())
+    with urllib.request.urlopen(f"{vllm_server}/v1/models", timeout=10) as response:
+        assert not [m["id"] for m in json.loads(response.read())["data"] if "@eval" in m["id"]]
 
 
 async def test_raw_logprobs_at_another_temperature_are_noticed(

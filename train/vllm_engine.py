@@ -327,8 +327,9 @@ class VllmEngine:
         """Forget ``name`` now for new turns, and on the servers once its turns in flight are done."""
         if self._adapters.pop(name, None) is None:
             return
-        async with self._idle:
-            await self._idle.wait_for(lambda: self._busy[name] == 0)
+        with contextlib.suppress(TimeoutError):  # no turn outlives its own deadline, so neither does the wait
+            async with asyncio.timeout(self.pool.times.request_s), self._idle:
+                await self._idle.wait_for(lambda: self._busy[name] == 0)
         self._busy.pop(name, None)
         self._salts.pop(name, None)
         await asyncio.gather(*(self._post_unload(s, name) for s in self.pool.alive))
