@@ -7,10 +7,13 @@ from typing import Any
 import torch
 
 from pipeline.files import InputError
+from train.checkpointing import layers_to_checkpoint
 from train.logprobs import pair_logprobs
 from train.packing import Pack, TokenSequence, build_pack, pack_episodes
+from train.tree_attention import tree_mask
+from train.tree_decoder import decode, refusal
 
-# Model types on which tests/test_train_forward.py shows that tree-packed gradients equal those of separate sequences.
+# Model types on which tests/test_train_architectures.py shows that tree-packed gradients equal those of separate sequences.
 TREE_MODEL_TYPES = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe"})
 
 
@@ -38,7 +41,9 @@ def head_weight(model: Any) -> torch.Tensor:
 
 def can_pack(model: Any) -> bool:
     """May episodes of this model share one tree-packed sequence?"""
-    return base_model(model).config.model_type in TREE_MODEL_TYPES
+    config = base_model(model).config
+    full = all(kind == "full_attention" for kind in getattr(config.get_text_config(), "layer_types", None) or [])
+    return full and config.model_type in TREE_MODEL_TYPES
 
 
 def make_packs(model: Any, sequences: list[TokenSequence], max_tokens: int) -> list[Pack]:
@@ -48,19 +53,47 @@ def make_packs(model: Any, sequences: list[TokenSequence], max_tokens: int) -> l
     return [build_pack(sequences, [e]) for e in range(len(sequences))]
 
 
-def action_logprobs(model: Any, pack: Pack, temperature: float, chunk: int = 1024) -> tuple[torch.Tensor, torch.Tensor]:
+def action_logprobs(
+    model: Any, pack: Pack, temperature: float, chunk: int = 1024, *, checkpoint: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies of the action tokens of ``pack``, episode after episode, each [sum of lengths], fp32.
 
     The order is that of ``torch.cat(pack.pair_of_action)``. Sampling temperature 0 is scored at temperature 1.
+
+    Args:
+        pack: on the CPU.
+        checkpoint: ``none``, ``all`` or ``auto`` = as many layers as the device's memory asks for.
+
+    Raises:
+        InputError: the pack is a tree and the model class is not one whose trees are exact.
     """
     base = base_model(model)
-    pack = pack.to(base.device)
-    mask = None if len(pack.episodes) == 1 else pack.attention_mask()  # one episode: plain causal attention
-    hidden = base.get_decoder()(
-        input_ids=pack.input_ids[None], attention_mask=mask, position_ids=pack.position_ids[None], use_cache=False
-    ).last_hidden_state[0]
+    if not pack.is_chain and not can_pack(model):
+        raise InputError(
+            f"model type {base.config.model_type}: episodes cannot share a sequence; expected one episode per pack"
+        )
+    rows, place = torch.unique_consecutive(pack.pair_row, return_inverse=True)
+    hidden = _hidden_of_rows(base, pack, rows.to(base.device), checkpoint)
     logprobs, entropy = pair_logprobs(
-        hidden, head_weight(model), pack.pair_row, pack.pair_target, temperature=temperature or 1.0, chunk=chunk
+        hidden, head_weight(model), place, pack.pair_target, temperature=temperature or 1.0, chunk=chunk
     )
-    index = torch.cat(pack.pair_of_action)
+    index = torch.cat(pack.pair_of_action).to(logprobs.device)
     return logprobs[index], entropy[index]
+
+
+def _hidden_of_rows(base: Any, pack: Pack, rows: torch.Tensor, checkpoint: str) -> torch.Tensor:
+    """Final hidden states [R, d] of ``rows``: through the fast decoder, or the model's own forward where that one refuses."""
+    device = base.device
+    input_ids, position_ids = pack.input_ids.to(device), pack.position_ids.to(device)
+    if refusal(base) is None:
+        config = base.config.get_text_config()
+        groups = config.num_attention_heads // config.num_key_value_heads
+        mask = tree_mask(pack.subtree_end, device, base.dtype, groups)
+        layers = layers_to_checkpoint(base, pack.n_tokens, checkpoint) if torch.is_grad_enabled() else 0
+        return decode(base, input_ids, position_ids, mask, rows, layers)
+    dense = None if pack.is_chain else pack.attention_mask().to(device)
+    states = base.get_decoder()(
+        input_ids=input_ids[None], attention_mask=dense, position_ids=position_ids[None], use_cache=False
+    ).last_hidden_state[0]
+    chosen: torch.Tensor = states[rows]
+    return chosen

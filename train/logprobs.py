@@ -26,6 +26,7 @@ class _PairLogprobs(torch.autograd.Function):
         normaliser = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropy = torch.empty_like(normaliser)
         bounds = _chunk_bounds(row, len(hidden), chunk)
+        row, target = row.to(hidden.device), target.to(hidden.device)
         for start, end, first, last in bounds:
             logits = (hidden[start:end] @ weight.T).float().div_(temperature)
             normaliser[start:end] = torch.logsumexp(logits, dim=-1)
@@ -54,7 +55,7 @@ class _PairLogprobs(torch.autograd.Function):
 
 
 def _chunk_bounds(row: torch.Tensor, n_rows: int, chunk: int) -> list[tuple[int, int, int, int]]:
-    """(first row, end row, first pair, end pair) of each chunk; ``row`` is sorted."""
+    """(first row, end row, first pair, end pair) of each chunk."""
     edges = list(range(0, n_rows, chunk)) + [n_rows]
     pairs = torch.searchsorted(row, torch.tensor(edges, device=row.device)).tolist()
     return [(edges[i], edges[i + 1], pairs[i], pairs[i + 1]) for i in range(len(edges) - 1)]
@@ -72,18 +73,13 @@ def pair_logprobs(
     """log softmax(hidden[row] W^T / temperature)[target] for every pair, and the entropy behind it.
 
     Args:
-        hidden: [T, d] last hidden states. head_weight: [vocab, d], frozen. pair_row, pair_target: [K].
+        hidden: [R, d] last hidden states of the rows that predict. head_weight: [vocab, d], frozen.
+        pair_row: [K] indices into ``hidden``, ascending; pair_target: [K]. Both best on the CPU (no wait for the device).
         temperature: of sampling (1.0 for greedy evaluation).
         chunk: rows of logits held at a time; memory is chunk * vocab * 4 bytes, twice.
 
     Returns:
         fp32 log-probs [K], differentiable in ``hidden``, and entropies [K] in nats, without gradient.
     """
-    rows, inverse = torch.unique(pair_row, return_inverse=True)
-    order = torch.argsort(inverse, stable=True)
-    sorted_logprobs, entropy = _PairLogprobs.apply(
-        hidden[rows], head_weight, inverse[order], pair_target[order], temperature, chunk
-    )
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    return sorted_logprobs[back], entropy[inverse]
+    logprobs, entropy = _PairLogprobs.apply(hidden, head_weight, pair_row, pair_target, temperature, chunk)
+    return logprobs, entropy[pair_row.to(entropy.device)]

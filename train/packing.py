@@ -1,8 +1,10 @@
 """Many episodes as one tree of tokens, so that no token is computed twice.
 
 Episodes of a group share their prompt, episodes of a game share the system prompt and the examples, and rollouts that
-begin alike share sampled tokens too. A pack is the radix tree of its episodes, laid out as one sequence: a token attends to
-its ancestors only, at its own position, so hidden states, log-probs and gradients equal those of separate sequences.
+begin alike share sampled tokens too. A pack is the radix tree of its episodes, laid out depth first as one sequence: a token
+attends to its ancestors only, at its own position, so hidden states, log-probs and gradients equal those of separate sequences.
+Depth first means that the tokens below a node stand together: token k is an ancestor of token q (or q itself) exactly when
+``k <= q < subtree_end[k]``, so the whole mask is one integer per token.
 Exact for models in which tokens meet in full attention only; ``train.forward`` refuses the others.
 """
 
@@ -11,7 +13,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,16 +32,15 @@ class TokenSequence:
 class Pack:
     """A tree of T tokens with the action tokens of its episodes.
 
-    input_ids, position_ids, node_ids: [T]. ancestors: [nodes, nodes] bool, row = node, column = node that it may see (itself too).
-    pair_row: [K] index of the token whose hidden state predicts; pair_target: [K] predicted token id. A pair that several
-    episodes share stands once. pair_of_action[e]: for each action token of episode e, in order, its pair.
-    episodes: indices of the episodes, as given to ``pack``.
+    input_ids, position_ids, subtree_end: [T]. subtree_end[k]: end of the tokens below (and in) the node of token k.
+    pair_row: [K], ascending: index of the token whose hidden state predicts; pair_target: [K] predicted token id. A pair that
+    several episodes share stands once. pair_of_action[e]: for each action token of episode e, in order, its pair.
+    episodes: indices of the episodes, as given to ``build_pack``.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    node_ids: torch.Tensor
-    ancestors: torch.Tensor
+    subtree_end: torch.Tensor
     pair_row: torch.Tensor
     pair_target: torch.Tensor
     pair_of_action: list[torch.Tensor]
@@ -45,11 +50,15 @@ class Pack:
     def n_tokens(self) -> int:
         return len(self.input_ids)
 
+    @property
+    def is_chain(self) -> bool:
+        """Every token is an ancestor of all later ones: ordinary causal attention."""
+        return bool((self.subtree_end == self.n_tokens).all())
+
     def attention_mask(self) -> torch.Tensor:
-        """[1, 1, T, T] bool: query i sees key j when j's node is an ancestor of i's and stands at an earlier or the same position."""
-        sees = self.ancestors[self.node_ids][:, self.node_ids]
-        order = self.position_ids[:, None] >= self.position_ids[None, :]
-        return (sees & order)[None, None]
+        """[1, 1, T, T] bool: query q sees key k when k <= q < subtree_end[k]."""
+        index = torch.arange(self.n_tokens, device=self.subtree_end.device)
+        return ((index[:, None] >= index) & (index[:, None] < self.subtree_end))[None, None]
 
     def to(self, device: torch.device | str) -> Pack:
         moved = {
@@ -64,90 +73,47 @@ class _Tree:
     """Radix tree under construction: nodes hold a run of tokens, children start with different tokens."""
 
     def __init__(self) -> None:
-        self.tokens: list[list[int]] = [[]]
-        self.parent: list[int] = [-1]
+        self.tokens: list[Ints] = [np.empty(0, np.int64)]
         self.children: list[dict[int, int]] = [{}]
 
-    def _new(self, tokens: list[int], parent: int) -> int:
+    def _new(self, tokens: Ints) -> int:
         self.tokens.append(tokens)
-        self.parent.append(parent)
         self.children.append({})
         return len(self.tokens) - 1
 
-    def insert(self, sequence: Sequence[int]) -> None:
+    def insert(self, sequence: Ints) -> None:
         node, at = 0, 0
         while at < len(sequence):
-            child = self.children[node].get(sequence[at])
+            child = self.children[node].get(int(sequence[at]))
             if child is None:
-                self.children[node][sequence[at]] = self._new(list(sequence[at:]), node)
+                self.children[node][int(sequence[at])] = self._new(sequence[at:])
                 return
-            run = self.tokens[child]
-            n = 0
-            while n < len(run) and at + n < len(sequence) and run[n] == sequence[at + n]:
-                n += 1
-            if n < len(run):
+            n = common_prefix(self.tokens[child], sequence[at:])
+            if n < len(self.tokens[child]):
                 self._cut(child, n)
             node, at = child, at + n
 
     def _cut(self, node: int, n: int) -> None:
         """Shorten ``node`` to n tokens; the rest becomes its only child and inherits the children."""
-        rest = self._new(self.tokens[node][n:], node)
+        rest = self._new(self.tokens[node][n:])
         self.children[rest] = self.children[node]
-        for child in self.children[rest].values():
-            self.parent[child] = rest
         self.tokens[node] = self.tokens[node][:n]
-        self.children[node] = {self.tokens[rest][0]: rest}
+        self.children[node] = {int(self.tokens[rest][0]): rest}
 
 
-def tree_size(sequences: Sequence[Sequence[int]]) -> int:
-    """Distinct prefixes among ``sequences`` = tokens of their pack."""
-    size, previous = 0, ()  # type: tuple[int, Sequence[int]]
-    for sequence in sorted(map(tuple, sequences)):
-        shared = 0
-        for a, b in zip(previous, sequence, strict=False):
-            if a != b:
-                break
-            shared += 1
-        size += len(sequence) - shared
-        previous = sequence
-    return size
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """Depth-first order of nodes; per node: offset in the sequence, depth in tokens, end of its subtree."""
+
+    order: list[int]
+    start: list[int]
+    depth: list[int]
+    end: list[int]
 
 
-def build_pack(sequences: Sequence[TokenSequence], episodes: Sequence[int]) -> Pack:
-    """The pack of ``sequences[e]`` for e in ``episodes``."""
-    tree = _Tree()
-    for e in episodes:
-        tree.insert(sequences[e].token_ids)
-    start, depth, order = _layout(tree)
+def _layout(tree: _Tree) -> _Layout:
     n_nodes = len(tree.tokens)
-    input_ids = [t for node in order for t in tree.tokens[node]]
-    node_ids = [node for node in order for _ in tree.tokens[node]]
-    position_ids = [depth[node] + i for node in order for i in range(len(tree.tokens[node]))]
-    ancestors = torch.zeros(n_nodes, n_nodes, dtype=torch.bool)
-    for node in order:  # parents come before children
-        if tree.parent[node] >= 0:
-            ancestors[node] = ancestors[tree.parent[node]]
-        ancestors[node, node] = True
-    pairs: dict[tuple[int, int], int] = {}
-    of_action = []
-    for e in episodes:
-        places = _places(tree, start, sequences[e].token_ids)
-        mine = []
-        for i, sampled in enumerate(sequences[e].action_mask):
-            if sampled:
-                if i == 0:
-                    raise ValueError(f"episode {e}: its first token is an action; there is nothing to predict it from")
-                mine.append(pairs.setdefault((places[i - 1], int(sequences[e].token_ids[i])), len(pairs)))
-        of_action.append(torch.tensor(mine, dtype=torch.long))
-    rows = torch.tensor([p[0] for p in pairs], dtype=torch.long)
-    targets = torch.tensor([p[1] for p in pairs], dtype=torch.long)
-    as_tensor = [torch.tensor(x, dtype=torch.long) for x in (input_ids, position_ids, node_ids)]
-    return Pack(*as_tensor, ancestors, rows, targets, of_action, list(episodes))
-
-
-def _layout(tree: _Tree) -> tuple[list[int], list[int], list[int]]:
-    """Depth-first order of nodes, the offset of each node in the sequence and its depth in tokens."""
-    start, depth = [0] * len(tree.tokens), [0] * len(tree.tokens)
+    start, depth, end = [0] * n_nodes, [0] * n_nodes, [0] * n_nodes
     order, stack, offset = [], [0], 0
     while stack:
         node = stack.pop()
@@ -157,18 +123,57 @@ def _layout(tree: _Tree) -> tuple[list[int], list[int], list[int]]:
         for child in reversed(tree.children[node].values()):
             depth[child] = depth[node] + len(tree.tokens[node])
             stack.append(child)
-    return start, depth, order
+    for node in reversed(order):  # children come after their parent, the last one ends where the subtree ends
+        below = [end[child] for child in tree.children[node].values()]
+        end[node] = max(below, default=start[node] + len(tree.tokens[node]))
+    return _Layout(order, start, depth, end)
 
 
-def _places(tree: _Tree, start: list[int], sequence: Sequence[int]) -> list[int]:
+def _places(tree: _Tree, start: list[int], sequence: Ints) -> Ints:
     """Index in the packed sequence of every token of ``sequence``."""
-    places: list[int] = []
-    node = 0
-    while len(places) < len(sequence):
-        node = tree.children[node][sequence[len(places)]]
-        n = min(len(tree.tokens[node]), len(sequence) - len(places))
-        places.extend(range(start[node], start[node] + n))
-    return places
+    parts, node, at = [np.empty(0, np.int64)], 0, 0
+    while at < len(sequence):
+        node = tree.children[node][int(sequence[at])]
+        n = min(len(tree.tokens[node]), len(sequence) - at)
+        parts.append(np.arange(start[node], start[node] + n))
+        at += n
+    return np.concatenate(parts)
+
+
+def build_pack(sequences: Sequence[TokenSequence], episodes: Sequence[int]) -> Pack:
+    """The pack of ``sequences[e]`` for e in ``episodes``.
+
+    Raises:
+        ValueError: the first token of an episode is an action.
+    """
+    tokens = {e: np.asarray(sequences[e].token_ids, np.int64) for e in episodes}
+    tree = _Tree()
+    for e in episodes:
+        tree.insert(tokens[e])
+    layout = _layout(tree)
+    nodes = [n for n in layout.order if len(tree.tokens[n])]
+    lengths = [len(tree.tokens[n]) for n in nodes]
+    positions = [np.arange(layout.depth[n], layout.depth[n] + len(tree.tokens[n])) for n in nodes]
+    ends = np.repeat(np.array([layout.end[n] for n in nodes], np.int64), lengths)
+    rows, targets = [], []
+    for e in episodes:
+        actions = np.flatnonzero(np.asarray(sequences[e].action_mask, bool))
+        if len(actions) and actions[0] == 0:
+            raise ValueError(f"episode {e}: its first token is an action; there is nothing to predict it from")
+        rows.append(_places(tree, layout.start, tokens[e])[actions - 1])
+        targets.append(tokens[e][actions])
+    keys = (np.concatenate(rows) << 32) | np.concatenate(targets)  # one integer per pair, ascending in the row
+    pairs, inverse = np.unique(keys, return_inverse=True)
+    cuts = np.cumsum([len(r) for r in rows])[:-1]
+    return Pack(
+        torch.from_numpy(np.concatenate([tree.tokens[n] for n in nodes])),
+        torch.from_numpy(np.concatenate(positions)),
+        torch.from_numpy(ends),
+        torch.from_numpy(pairs >> 32),
+        torch.from_numpy(pairs & 0xFFFFFFFF),
+        [torch.from_numpy(p.copy()) for p in np.split(inverse.reshape(-1), cuts)],
+        list(episodes),
+    )
 
 
 def pack_episodes(sequences: Sequence[TokenSequence], max_tokens: int) -> list[Pack]:
@@ -176,29 +181,35 @@ def pack_episodes(sequences: Sequence[TokenSequence], max_tokens: int) -> list[P
 
     Episodes are taken in the order of their tokens, so that those with a long common prefix meet in one pack.
     """
+    tokens = [np.asarray(s.token_ids, np.int64) for s in sequences]
     order = sorted(range(len(sequences)), key=lambda e: tuple(sequences[e].token_ids))
     packs: list[Pack] = []
     current: list[int] = []
     size = 0
-    previous: Sequence[int] = ()
     for e in order:
-        tokens = sequences[e].token_ids
-        added = len(tokens) - _common(previous, tokens) if current else len(tokens)
+        added = len(tokens[e]) - (common_prefix(tokens[current[-1]], tokens[e]) if current else 0)
         if current and size + added > max_tokens:
             packs.append(build_pack(sequences, current))
-            current, size, added = [], 0, len(tokens)
+            current, size, added = [], 0, len(tokens[e])
         current.append(e)
         size += added
-        previous = tokens
     if current:
         packs.append(build_pack(sequences, current))
     return packs
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    n = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        n += 1
-    return n
+def common_prefix(a: Ints, b: Ints) -> int:
+    """Length of the longest common prefix."""
+    n = min(len(a), len(b))
+    different = a[:n] != b[:n]
+    return int(different.argmax()) if different.any() else n
+
+
+def tree_size(sequences: Sequence[Sequence[int]]) -> int:
+    """Distinct prefixes among ``sequences`` = tokens of their pack."""
+    size, previous = 0, np.empty(0, np.int64)
+    for sequence in sorted(map(tuple, sequences)):
+        tokens = np.asarray(sequence, np.int64)
+        size += len(tokens) - common_prefix(previous, tokens)
+        previous = tokens
+    return size

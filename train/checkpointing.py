@@ -1,0 +1,60 @@
+"""How many decoder layers must forget their activations so that a pass fits into the device's memory.
+
+A layer of ``train.tree_decoder`` keeps, per token and in the base's dtype: its input and its middle (2 d), queries and keys before
+and after rotation and values (2 q + 3 k), the attention's output (q), and gate and up (2 f). A checkpointed layer keeps d.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+RESERVE = 0.15  # of the free memory, for workspaces, logits and fragmentation
+
+
+def bytes_per_token(config: Any, item: int) -> tuple[int, int]:
+    """Bytes that one layer keeps per token: as it is, and checkpointed."""
+    hidden = config.hidden_size
+    dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    query, key = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    per_expert = getattr(config, "moe_intermediate_size", None)
+    inner = config.intermediate_size
+    if per_expert:
+        inner = (per_expert + hidden) * config.num_experts_per_tok
+    return item * (2 * hidden + 3 * query + 3 * key + 2 * inner), item * hidden
+
+
+def layers_to_checkpoint(base: Any, n_tokens: int, policy: str, free_bytes: int | None = None) -> int:
+    """The number of layers to run with recomputation.
+
+    Args:
+        policy: ``none``, ``all`` or ``auto``. ``auto`` keeps everything on a CPU.
+        free_bytes: memory that the pass may use; None = what the device says is free.
+
+    Raises:
+        ValueError: an unknown policy.
+    """
+    config = base.config.get_text_config()
+    if policy == "none":
+        return 0
+    if policy == "all":
+        return int(config.num_hidden_layers)
+    if policy != "auto":
+        raise ValueError(f"checkpoint policy {policy!r}: expected none, all or auto")
+    if free_bytes is None:
+        if base.device.type != "cuda":
+            return 0
+        free_bytes = _free_bytes(base.device)
+    kept, bare = (n_tokens * b for b in bytes_per_token(config, base.dtype.itemsize))
+    n_layers = int(config.num_hidden_layers)
+    excess = n_layers * kept - int(free_bytes * (1 - RESERVE))
+    if excess <= 0:
+        return 0
+    return min(n_layers, -(-(excess + kept) // (kept - bare)))  # + kept: the layer that is being recomputed
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What the device has free, with what this process's allocator holds without using it."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))

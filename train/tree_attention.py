@@ -1,0 +1,171 @@
+"""Attention over a pack: every token attends to its ancestors in the tree, nothing else is computed.
+
+The mask is ``k <= q < subtree_end[k]`` (``train.packing``). On a GPU it goes to FlexAttention as a block mask that is derived from
+the subtree ends block by block, so no [T, T] matrix exists anywhere. On a CPU the rows are cut into tiles, and each tile
+meets only those keys that one of its rows may see. A pack that is one chain is ordinary causal attention on both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+FLEX_BLOCK = 128
+CPU_TILE = 128
+
+_flex = torch.compile(flex_attention)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Rows [start, end) of a pack, the keys [K] that they may see and the mask [1, 1, groups * rows, K] (0 or -inf)."""
+
+    start: int
+    end: int
+    keys: torch.Tensor
+    bias: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeMask:
+    """Who attends to whom, in the form that the device's attention takes; neither form: causal."""
+
+    block_mask: BlockMask | None = None
+    tiles: tuple[Tile, ...] = ()
+
+
+def tree_mask(
+    subtree_end: torch.Tensor, device: torch.device, dtype: torch.dtype, query_groups: int, tile: int = CPU_TILE
+) -> TreeMask:
+    """The mask of a pack.
+
+    Args:
+        subtree_end: [T] on the CPU. query_groups: query heads per key head.
+    """
+    if bool((subtree_end == len(subtree_end)).all()):
+        return TreeMask()
+    if device.type == "cuda":
+        return TreeMask(block_mask=block_mask(subtree_end, device))
+    return TreeMask(tiles=_tiles(subtree_end, dtype, query_groups, tile))
+
+
+# ---------------------------------------------------------------------- GPU
+
+
+def block_mask(subtree_end: torch.Tensor, device: torch.device, block: int = FLEX_BLOCK) -> BlockMask:
+    """FlexAttention's block mask: which [block, block] squares are empty, full or mixed, from [T] subtree ends on the CPU."""
+    n = len(subtree_end)
+    n_blocks = -(-n // block)
+    last = torch.full((n_blocks * block,), n)  # keys beyond the end: never the reason to skip or to fill a block
+    last[:n] = subtree_end
+    longest, shortest = last.view(n_blocks, block).amax(1), last.view(n_blocks, block).amin(1)
+    first_row = torch.arange(n_blocks) * block
+    end_row = torch.clamp(first_row + block, max=n)
+    index = torch.arange(n_blocks)
+    before = index[:, None] > index
+    full = before & (shortest >= end_row[:, None])
+    mixed = (index[:, None] == index) | (before & (longest > first_row[:, None]) & ~full)
+    ends = subtree_end.to(device=device, dtype=torch.int32)
+
+    def sees(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= query) & (query < ends[key])
+
+    return BlockMask.from_kv_blocks(
+        *_block_lists(mixed, device), *_block_lists(full, device), BLOCK_SIZE=block, mask_mod=sees, seq_lengths=(n, n)
+    )
+
+
+def _block_lists(blocks: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Number of marked key blocks per row block [1, 1, B] and their indices, marked ones first [1, 1, B, B]."""
+    counts = blocks.sum(1, dtype=torch.int32)
+    order = torch.argsort(blocks.int(), dim=1, descending=True, stable=True).int()
+    return counts[None, None].to(device), order[None, None].to(device)
+
+
+# ---------------------------------------------------------------------- CPU
+
+
+def _tiles(subtree_end: torch.Tensor, dtype: torch.dtype, groups: int, size: int) -> tuple[Tile, ...]:
+    n = len(subtree_end)
+    tiles = []
+    for start in range(0, n, size):
+        end = min(start + size, n)
+        keys = torch.cat([torch.nonzero(subtree_end[:start] > start)[:, 0], torch.arange(start, end)])
+        rows = torch.arange(start, end)[:, None]
+        seen = (keys <= rows) & (rows < subtree_end[keys])
+        bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+        tiles.append(Tile(start, end, keys, bias.repeat(groups, 1)[None, None]))
+    return tuple(tiles)
+
+
+class _TiledAttention(torch.autograd.Function):
+    """The flash kernel per tile. Query heads that share a key head are folded into the rows, so keys are never repeated."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tiles: tuple[Tile, ...], scale: float
+    ) -> torch.Tensor:
+        out = torch.empty_like(query)
+        ctx.tiles, ctx.scale, kept = tiles, scale, []
+        for tile in tiles:
+            part, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                _fold(query, tile, key.shape[1]), _pick(key, tile), _pick(value, tile), attn_mask=tile.bias, scale=scale
+            )
+            out[tile.start : tile.end] = _unfold(part, tile)
+            kept += [part, log_sum]
+        ctx.save_for_backward(query, key, value, *kept)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, *kept = ctx.saved_tensors
+        grad_query = torch.empty_like(query)
+        grad_key = torch.zeros_like(key, dtype=torch.float32)
+        grad_value = torch.zeros_like(grad_key)
+        for tile, part, log_sum in zip(ctx.tiles, kept[::2], kept[1::2], strict=True):
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                _fold(grad, tile, key.shape[1]), _fold(query, tile, key.shape[1]), _pick(key, tile), _pick(value, tile),
+                part, log_sum, 0.0, False, attn_mask=tile.bias, scale=ctx.scale,
+            )  # fmt: skip
+            grad_query[tile.start : tile.end] = _unfold(grads[0], tile)
+            grad_key.index_add_(0, tile.keys, grads[1][0].transpose(0, 1).float())
+            grad_value.index_add_(0, tile.keys, grads[2][0].transpose(0, 1).float())
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
+
+
+def _fold(x: torch.Tensor, tile: Tile, kv_heads: int) -> torch.Tensor:
+    """[T, heads, dim] -> [1, kv_heads, groups * rows, dim] of the tile's rows."""
+    rows = x[tile.start : tile.end].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+    return rows.reshape(1, kv_heads, -1, x.shape[-1])
+
+
+def _unfold(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """The inverse of ``_fold``: [rows, heads, dim]."""
+    return x[0].unflatten(1, (-1, tile.end - tile.start)).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _pick(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """[T, kv_heads, dim] -> [1, kv_heads, K, dim] of the tile's keys."""
+    return x[tile.keys].transpose(0, 1)[None]
+
+
+# ---------------------------------------------------------------------- both
+
+
+def tree_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: TreeMask, scale: float
+) -> torch.Tensor:
+    """softmax(query key^T * scale + mask) value for query [T, heads, dim], key and value [T, kv_heads, dim]; like query."""
+    if mask.tiles:
+        result: torch.Tensor = _TiledAttention.apply(query, key, value, mask.tiles, scale)
+        return result
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    grouped = query.shape[1] != key.shape[1]
+    if mask.block_mask is not None:
+        out = _flex(q, k, v, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped)
+    else:
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    return out[0].transpose(0, 1)

@@ -1,0 +1,148 @@
+"""A pack through the decoder of a transformers model, with the fast pieces in place of its own forward.
+
+Every layer is still called as the module it is, so that hooks on it (a sharded base, offloading) act; only what happens inside is
+replaced: ``train.fast_lora`` for norms, projections and gates, ``train.tree_attention`` for attention. Which models this is
+true for is decided by ``refusal``; tests compare hidden states and gradients with the model's own forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from train.fast_lora import (
+    AdaptedLinear,
+    UnsupportedLayer,
+    normed_projections,
+    projection,
+    rotated_heads,
+    swiglu_projection,
+)
+from train.kernels import rms_norm, rms_norm_backward
+from train.tree_attention import TreeMask, tree_attention
+
+_DENSE = {"LlamaDecoderLayer": "LlamaMLP", "Qwen2DecoderLayer": "Qwen2MLP", "Qwen3DecoderLayer": "Qwen3MLP"}
+_SPARSE = {"Qwen3MoeDecoderLayer"}
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def refusal(base: Any) -> str | None:
+    """Why this causal LM cannot take the fast path; None when it can."""
+    config = base.config.get_text_config()
+    decoder = base.get_decoder()
+    kinds = {type(layer).__name__ for layer in decoder.layers}
+    if not kinds <= set(_DENSE) | _SPARSE:
+        return f"layers of type {', '.join(sorted(kinds))}"
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
+        return "layers without full attention"
+    if config.hidden_act != "silu":
+        return f"activation {config.hidden_act}"
+    try:
+        for layer in decoder.layers:
+            for name in _ATTENTION:
+                AdaptedLinear.of(getattr(layer.self_attn, name))
+            if _is_dense(layer):
+                for name in ("gate_proj", "up_proj", "down_proj"):
+                    AdaptedLinear.of(getattr(layer.mlp, name))
+    except UnsupportedLayer as error:
+        return str(error)
+    return None
+
+
+def _is_dense(layer: Any) -> bool:
+    return hasattr(layer.mlp, "gate_proj")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """What every layer needs to know beside its input. cos, sin: [T, dim]."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    mask: TreeMask
+
+
+def decode(
+    base: Any,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    mask: TreeMask,
+    rows: torch.Tensor,
+    checkpoint_layers: int = 0,
+) -> torch.Tensor:
+    """Final hidden states [R, d], after the last norm, of the rows ``rows`` [R] of a pack.
+
+    Args:
+        base: a model that ``refusal`` accepts. input_ids, position_ids: [T].
+        checkpoint_layers: the first so many layers keep nothing but their input and run again in backward.
+    """
+    decoder = base.get_decoder()
+    hidden = decoder.embed_tokens(input_ids)
+    cos, sin = decoder.rotary_emb(hidden[None], position_ids[None])
+    step = _Step(cos[0], sin[0], mask)
+    for index, layer in enumerate(decoder.layers):
+        if index < checkpoint_layers and torch.is_grad_enabled():
+            hidden = torch.utils.checkpoint.checkpoint(
+                _run_layer, layer, hidden, step, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            hidden = _run_layer(layer, hidden, step)
+    norm = decoder.norm
+    result: torch.Tensor = _Norm.apply(hidden[rows], norm.weight, norm.variance_epsilon)
+    return result
+
+
+def _run_layer(layer: Any, hidden: torch.Tensor, step: _Step) -> torch.Tensor:
+    own = layer.__dict__.get("forward")  # set by tools that wrap a module's forward
+    layer.forward = lambda x: _layer(layer, x, step)
+    try:
+        result: torch.Tensor = layer(hidden)
+    finally:
+        if own is None:
+            del layer.forward
+        else:
+            layer.forward = own
+    return result
+
+
+def _layer(layer: Any, hidden: torch.Tensor, step: _Step) -> torch.Tensor:
+    attention = layer.self_attn
+    linears = [AdaptedLinear.of(getattr(attention, name)) for name in _ATTENTION]
+    norm = layer.input_layernorm
+    query, key, value = (
+        y.unflatten(-1, (-1, attention.head_dim))
+        for y in normed_projections(hidden, norm.weight, norm.variance_epsilon, linears[:3])
+    )
+    query, key = (
+        rotated_heads(x, *_head_norm(attention, name), step.cos, step.sin)
+        for x, name in ((query, "q_norm"), (key, "k_norm"))
+    )
+    mixed = tree_attention(query, key, value, step.mask, attention.scaling)
+    hidden = projection(mixed.flatten(1), linears[3], hidden)
+    norm = layer.post_attention_layernorm
+    if not _is_dense(layer):
+        normed: torch.Tensor = _Norm.apply(hidden, norm.weight, norm.variance_epsilon)
+        return hidden + layer.mlp(normed[None])[0]
+    gate, up, down = (AdaptedLinear.of(getattr(layer.mlp, name)) for name in ("gate_proj", "up_proj", "down_proj"))
+    gated = normed_projections(hidden, norm.weight, norm.variance_epsilon, [gate, up])
+    return swiglu_projection(*gated, down, hidden)
+
+
+def _head_norm(attention: Any, name: str) -> tuple[torch.Tensor | None, float]:
+    norm = getattr(attention, name, None)
+    return (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return rms_norm(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return rms_norm_backward(grad, x, weight, ctx.eps), None, None
