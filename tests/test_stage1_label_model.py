@@ -12,18 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scripted_server import ScriptedServer
 from stage1_helpers import ROOT, Done, run_main
 
 from pipeline import _summarize, aggregate_capabilities, label_capabilities
-from pipeline.chunks import chunks
-from pipeline.discovery import DiscoverySettings, batches
-from pipeline.files import InputError
 from pipeline.labels import find_runs, load_runs
-from pipeline.model_labeler import merge, verify
-from pipeline.records import Message, Record
 
 NAMES = ["check_stock_first", "exact_item_number", "polite_closing", "refund_policy", "reads_whole_order"]
 Message_ = dict[str, Any]
@@ -177,35 +170,6 @@ def test_given_candidates_replace_discovery(tmp_path: Path, server: ScriptedServ
 # --------------------------------------------------------------------------- quotes
 
 
-def record(*texts: str) -> Record:
-    messages = tuple(Message(index=i, role="assistant", content=t) for i, t in enumerate(texts))
-    return Record(id="x", benchmark="b", domain="d", task_id="1", trial=0, outcome="failed", messages=messages)
-
-
-def test_quotes_are_verified_moved_or_make_the_label_present() -> None:
-    (chunk,) = chunks(record("alpha beta", "gamma\n delta"), 1000)
-    given = {
-        "right_one": {"label": "LACKING", "message": 1, "quote": "gamma  delta"},
-        "moved_one": {"label": "LACKING", "message": 0, "quote": "gamma delta"},
-        "unasked_one": {"label": "NA", "message": 0, "quote": "nonsense"},
-        "weak_one": {"label": "PRESENT", "message": 0, "quote": "invented"},
-    }
-    found, doubts = verify(given, chunk, final=False)
-    assert found == {
-        "right_one": ("LACKING", 1, "gamma  delta"),
-        "moved_one": ("LACKING", 1, "gamma delta"),
-        "unasked_one": ("NA", None, ""),
-        "weak_one": ("PRESENT", None, ""),
-    }
-    assert (doubts.moved, doubts.downgraded, doubts.unsupported) == (1, 0, 1)
-    lie = {"lie_one": {"label": "LACKING", "message": 0, "quote": "invented"}}
-    assert verify(lie, chunk, final=False)[0] is None
-    found, doubts = verify(lie, chunk, final=True)
-    assert found == {"lie_one": ("PRESENT", None, "")} and doubts.downgraded == 1
-    empty = {"lie_one": {"label": "LACKING", "message": 0, "quote": "  "}}
-    assert verify(empty, chunk, final=True)[0] == {"lie_one": ("PRESENT", None, "")}
-
-
 def test_a_lacking_without_a_true_quote_is_asked_again(tmp_path: Path, server: ScriptedServer) -> None:
     write_summaries(tmp_path, n=2)
 
@@ -226,30 +190,6 @@ def test_a_lacking_without_a_true_quote_is_asked_again(tmp_path: Path, server: S
 # --------------------------------------------------------------------------- chunks
 
 
-@given(
-    st.lists(
-        st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\n"), max_size=60), min_size=1, max_size=8
-    ),
-    st.integers(10, 80),
-)
-@settings(max_examples=150, deadline=None)
-def test_chunks_lose_nothing_and_fit(texts: list[str], limit: int) -> None:
-    found = chunks(record(*texts), limit)
-    assert [c.number for c in found] == list(range(1, len(found) + 1)) and {c.total for c in found} == {len(found)}
-    header = re.compile(r"^\[(\d+)\] assistant(?: \(part \d+ of \d+\))?: ", re.MULTILINE)
-    pieces: dict[int, str] = {}
-    for chunk in found:
-        places = list(header.finditer(chunk.text))
-        ends = [p.start() - 1 for p in places[1:]] + [len(chunk.text)]
-        for place, end in zip(places, ends, strict=True):
-            index = int(place.group(1))
-            pieces[index] = pieces.get(index, "") + chunk.text[place.end() : end]
-            assert index in chunk.texts
-        assert len(chunk.text) <= limit + 40 * len(places)
-    if not any(header.search(t) for t in texts):
-        assert pieces == dict(enumerate(texts))
-
-
 def test_long_trajectories_are_chunked_and_merged(tmp_path: Path, server: ScriptedServer) -> None:
     write_summaries(tmp_path, n=4, filler="word " * 400)
     done = label(tmp_path, server, "--chunk-chars", "800", "--n-runs", "1")
@@ -259,29 +199,6 @@ def test_long_trajectories_are_chunked_and_merged(tmp_path: Path, server: Script
     run = json.loads((tmp_path / "labels" / "run_01.json").read_text())
     assert run["labels"]["check_stock_first"]["lacking_failed"] == ["desk:1", "desk:3"]
     assert run["labels"]["check_stock_first"]["present_passed"] == ["desk:0", "desk:2"]
-
-
-def test_merge_keeps_the_strongest_label_with_its_evidence() -> None:
-    merged = merge(
-        [
-            {"a_b": ("NA", None, ""), "c_d": ("PRESENT", 1, "x")},
-            {"a_b": ("PRESENT", 5, "y"), "c_d": ("LACKING", 6, "z")},
-            {"a_b": ("NA", None, ""), "c_d": ("PRESENT", 9, "w")},
-        ]
-    )
-    assert merged == {"a_b": ("PRESENT", 5, "y"), "c_d": ("LACKING", 6, "z")}
-
-
-def test_discovery_alternates_outcomes_and_needs_both() -> None:
-    records = [
-        record("text " * 5).model_copy(update={"id": f"t:{n}", "outcome": "failed" if n < 6 else "passed"})
-        for n in range(9)
-    ]
-    packed = batches(records, DiscoverySettings(batches=3, chunk_chars=120))
-    assert 1 < len(packed) <= 3
-    assert [s.outcome for s in packed[0]][:2] == ["failed", "passed"]
-    with pytest.raises(InputError, match="no passed"):
-        batches(records[:6], DiscoverySettings())
 
 
 # --------------------------------------------------------------------------- faults of the server
