@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -208,3 +209,17 @@ def save_adapter_file(adapter_folder: str | os.PathLike[str], path: str | os.Pat
     config = read_json(folder / "adapter_config.json", "adapter configuration")
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt", "peft_config": json.dumps(config, sort_keys=True)})
+
+
+def save_adapter_folder(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
+    """The PEFT folder of an adapter given in either form (peft and vLLM load it as it is)."""
+    from pipeline.files import write_json
+
+    path, target = Path(source), Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        config, weights = read_json(path / "adapter_config.json", "adapter configuration"), path / "adapter_model.safetensors"
+    else:
+        config, weights = _config_from_metadata(_read_safetensors(path)[1], path), path
+    shutil.copyfile(weights, target / "adapter_model.safetensors")
+    write_json(target / "adapter_config.json", config)

@@ -59,10 +59,9 @@ def attach_routing(
         raise InputError(f"global_layer {global_layer}: not an adapted layer; choose one of {choices}")
     for (path, index), inner in sorted(layers.items(), key=lambda item: item[0][1]):
         layer = _layer(model, path, index)
-        device = _device_of(layer)
         has_gate = state.scope == "per_layer" or (per_token and index == global_layer)
-        gater = LayerCapabilityGater(hidden_size, state.num_slots, bias, device) if has_gate else None
-        _route_layer(layer, f"{path}.{index}", index, inner, state, gater, first_slot, device)
+        gate = LayerCapabilityGater(hidden_size, state.num_slots, bias, _device_of(layer)) if has_gate else None
+        _route_layer(layer, f"{path}.{index}", index, inner, state, gate, first_slot)
     if state.scope == "global" and not per_token:
         decoder.capability_router = TrajectoryGlobalRouter(hidden_size, state.num_slots, bias, _device_of(decoder))
     decoder.register_forward_pre_hook(_DecoderHook(state), with_kwargs=True)
@@ -112,11 +111,10 @@ def _route_layer(
     state: RoutingState,
     gater: LayerCapabilityGater | None,
     first_slot: int,
-    device: torch.device,
 ) -> None:
     layout_of = {name: row_layout(pairs, first_slot) for name, pairs in inner.items()}
     layouts: list[RowLayout] = list(dict.fromkeys(layout_of.values()))
-    route = LayerRoute(index, state, layouts, gater, device)
+    route = LayerRoute(index, state, layouts, gater)
     experts: dict[str, dict[str, list[LoraFactors | None]]] = defaultdict(dict)
     for name, pairs in inner.items():
         parent_name, _, last = name.rpartition(".")

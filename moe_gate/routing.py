@@ -145,26 +145,24 @@ class TrajectoryGlobalRouter(LayerCapabilityGater):
 class LayerRoute(nn.Module):
     """The route of one decoder layer while its forward runs; the adapted linears of the layer read their mask here.
 
-    Buffers ``slots_<i> [R_i]`` and ``scales_<i> [R_i]`` describe row layout i. ``gater`` is None in a layer that
+    ``layouts`` are the distinct row layouts of its linears, each with a mask of its own. ``gater`` is None in a layer that
     follows another place's decision (scope global).
     """
 
     def __init__(
-        self,
-        index: int,
-        state: RoutingState,
-        layouts: Sequence[RowLayout],
-        gater: LayerCapabilityGater | None,
-        device: torch.device | None = None,
+        self, index: int, state: RoutingState, layouts: Sequence[RowLayout], gater: LayerCapabilityGater | None
     ) -> None:
         super().__init__()
         self.index = index
         self.state = state
         self.gater = gater
-        self.num_layouts = len(layouts)
-        for i, layout in enumerate(layouts):
-            self.register_buffer(f"slots_{i}", torch.tensor(layout.slots, dtype=torch.long, device=device))
-            self.register_buffer(f"scales_{i}", torch.tensor(layout.scales, dtype=torch.float32, device=device))
+        self.layouts = tuple(layouts)
+        # Plain tensors, not buffers: they follow from the layouts, so they are neither saved nor cast, and they go to the
+        # device of the first input (under a meta device context they are real).
+        self._rows = [
+            (torch.tensor(layout.slots, device="cpu"), torch.tensor(layout.scales, dtype=torch.float32, device="cpu"))
+            for layout in layouts
+        ]
         self._masks: list[Tensor] | None = None
         self._inside = False
         self.kept_weights: Tensor | None = None  # trajectory granularity: this layer's decision [B, 1, S]
@@ -179,9 +177,10 @@ class LayerRoute(nn.Module):
             self._masks = None  # the base: no LoRA work at all
             return
         flat = weights.reshape(-1, weights.shape[-1])
+        if self._rows[0][0].device != flat.device:
+            self._rows = [(slots.to(flat.device), scales.to(flat.device)) for slots, scales in self._rows]
         self._masks = [
-            (flat.index_select(-1, getattr(self, f"slots_{i}")) * getattr(self, f"scales_{i}")).to(hidden_states.dtype)
-            for i in range(self.num_layouts)
+            (flat.index_select(-1, slots) * scales).to(hidden_states.dtype) for slots, scales in self._rows
         ]
 
     def leave(self) -> None:

@@ -1,0 +1,324 @@
+"""Routed models for stock vLLM: per-layer, token-level gates over stacked adapters, as in transformers.
+
+The parent's constructor builds vLLM's own model. Then every decoder layer with adapters gets a subclass whose forward first
+computes the layer's row masks from its input, and every adapted linear gets a linear method that adds
+
+    delta = B (mask * (A x))
+
+to what the original method returns, before any gather or all-reduce. No sort and no data-dependent shape, so CUDA graphs
+and torch.compile need nothing more; the gate sees one token's hidden state, so prefix caching and chunked prefill stay exact.
+
+Tensor parallel: a column-parallel linear has A whole and its rows of B; a row-parallel one its columns of A and B whole
+(the all-reduce that follows sums the deltas too). Gates are replicated on replicated hidden states.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+from vllm.model_executor.models.utils import PPMissingLayer
+
+from moe_gate.exported import CONFIG_KEY, ExportSpec
+from pipeline.files import check
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+Rows = tuple[tuple[int, float], ...]  # (slot, scale) of each row of a stacked A
+
+
+class RouteHolder:
+    """The row masks of one decoder layer while its forward runs."""
+
+    def __init__(self) -> None:
+        self.masks: list[Tensor] = []
+
+
+class CapabilityRoute(nn.Module):
+    """Gate and row layouts of one decoder layer. ``weight [S, H]``, ``bias [S]`` fp32; None when another layer decides."""
+
+    def __init__(self, hidden_size: int, num_slots: int, has_gate: bool, soft: bool, device: torch.device) -> None:
+        super().__init__()
+        self.num_slots, self.soft = num_slots, soft
+        self.gater: nn.Module | None = None
+        if has_gate:
+            self.gater = nn.Module()
+            weight = torch.zeros(num_slots, hidden_size, dtype=torch.float32, device=device)
+            self.gater.weight = nn.Parameter(weight, requires_grad=False)
+            bias = torch.zeros(num_slots, dtype=torch.float32, device=device)
+            self.gater.bias = nn.Parameter(bias, requires_grad=False)
+        self.layouts: list[Rows] = []
+
+    def layout_index(self, rows: Rows, device: torch.device) -> int:
+        """The number of a row layout; its constants are kept as buffers."""
+        if rows not in self.layouts:
+            index = len(self.layouts)
+            self.layouts.append(rows)
+            slots = torch.tensor([slot for slot, _ in rows], device=device)
+            scales = torch.tensor([scale for _, scale in rows], dtype=torch.float32, device=device)
+            self.register_buffer(f"slots_{index}", slots, persistent=False)
+            self.register_buffer(f"scales_{index}", scales, persistent=False)
+        return self.layouts.index(rows)
+
+    def decide(self, hidden_states: Tensor) -> Tensor:
+        """``[T, H]`` -> weights of the slots: one-hot of the argmax, or the softmax; fp32 ``[T, S]``."""
+        assert self.gater is not None
+        logits = F.linear(hidden_states.float(), self.gater.weight, self.gater.bias)
+        if self.soft:
+            return logits.softmax(-1)
+        return (logits.argmax(-1, keepdim=True) == torch.arange(self.num_slots, device=logits.device)).float()
+
+    def masks(self, weights: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """One ``[T, R]`` mask per row layout."""
+        return [
+            (weights.index_select(-1, getattr(self, f"slots_{i}")) * getattr(self, f"scales_{i}")).to(dtype)
+            for i in range(len(self.layouts))
+        ]
+
+
+class RoutedLinearMethod(LinearMethodBase):
+    """The linear method of an adapted linear: the original's result plus the routed delta."""
+
+    def __init__(self, inner: Any, holder: RouteHolder, layout_index: int, part_rows: Sequence[int]) -> None:
+        self.inner, self.holder, self.layout_index = inner, holder, layout_index
+        self.part_rows = list(part_rows)
+
+    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+        self.inner.create_weights(layer, *args, **kwargs)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self.inner.process_weights_after_loading(layer)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x [T, in]`` -> ``[T, out]`` (of this rank)."""
+        output: Tensor = self.inner.apply(layer, x, bias)
+        if not self.holder.masks:  # a global gate above this layer: the base
+            return output
+        low = F.linear(x, layer.lora_A) * self.holder.masks[self.layout_index]
+        parts = zip(low.split(self.part_rows, -1), layer.lora_B, strict=True) if len(self.part_rows) > 1 else ()
+        if parts:
+            return output + torch.cat([F.linear(piece, b) for piece, b in parts], dim=-1)
+        return output + F.linear(low, layer.lora_B[0])
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+def _routed_layer_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of a vLLM decoder layer that decides the route of its input before the parent's forward."""
+    names = [name for name in inspect.signature(kind.forward).parameters if name != "self"]
+    hidden_at, residual_at = names.index("hidden_states"), names.index("residual")
+
+    class RoutedDecoderLayer(kind):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[hidden_at]
+            residual = kwargs["residual"] if "residual" in kwargs else args[residual_at]
+            stream = hidden if residual is None else hidden + residual
+            route: CapabilityRoute = self.capability_route
+            holder: RouteHolder = self.capability_holder
+            if route.gater is not None:
+                weights = route.decide(stream)
+                self.capability_shared.masks = [weights]
+            elif self.capability_shared.masks:
+                weights = self.capability_shared.masks[0]
+            else:
+                weights = None
+            holder.masks = [] if weights is None else route.masks(weights, stream.dtype)
+            output = super().forward(*args, **kwargs)
+            holder.masks = []
+            if self.capability_is_last:
+                self.capability_shared.masks = []
+            return output
+
+    RoutedDecoderLayer.__name__ = RoutedDecoderLayer.__qualname__ = kind.__name__
+    return RoutedDecoderLayer
+
+
+class _Builder:
+    """Adds the routing modules to a vLLM model and knows how to fill them from the checkpoint's tensors."""
+
+    def __init__(self, model: nn.Module, spec: ExportSpec, hidden_size: int) -> None:
+        if spec.routing_granularity != "token":
+            raise ValueError("vLLM serves token granularity only; a trajectory decision needs the whole prompt at once")
+        if bad := [path for path in spec.table if path.split(".")[-2] == "experts"]:
+            raise ValueError(f"vLLM serves adapters of dense linears only, found {bad[0]}; use transformers for experts")
+        self.model, self.spec, self.hidden_size = model, spec, hidden_size
+        self.first_slot = len(spec.slot_names) - len(spec.adapters)
+        self.loaders: dict[str, Callable[[Tensor], None]] = {}
+        self.names: dict[str, str] = {}  # checkpoint name -> parameter name, for vLLM's check of what was loaded
+        self.elsewhere: set[str] = set()  # layers of other pipeline stages
+
+    def build(self) -> None:
+        layers: dict[str, dict[str, Any]] = {}
+        for path, ranks in self.spec.table.items():
+            prefix, number, inner = _split_path(path)
+            layers.setdefault(f"{prefix}.{number}", {})[inner] = ranks
+        shared = RouteHolder()
+        present = []
+        for path in sorted(layers, key=lambda p: int(p.rsplit(".", 1)[1])):
+            layer = self.model.get_submodule(path)
+            if isinstance(layer, PPMissingLayer):
+                self.elsewhere.add(path)
+                continue
+            self._route_layer(layer, path, layers[path], shared)
+            present.append(layer)
+        if self.elsewhere and self.spec.routing_scope == "global":
+            raise ValueError("routing_scope global cannot be split over pipeline stages; use tensor parallelism")
+        for layer in present:
+            layer.capability_is_last = layer is present[-1]
+
+    def _route_layer(self, layer: Any, path: str, inner: dict[str, Any], shared: RouteHolder) -> None:
+        device = next(layer.parameters()).device
+        index = int(path.rsplit(".", 1)[1])
+        has_gate = self.spec.routing_scope == "per_layer" or index == self.spec.global_layer
+        soft = self.spec.routing_mode == "soft"
+        route = CapabilityRoute(self.hidden_size, len(self.spec.slot_names), has_gate, soft, device)
+        layer.capability_route, layer.capability_holder, layer.capability_shared = route, RouteHolder(), shared
+        if route.gater is not None:
+            for key in ("weight", "bias"):
+                name = f"{path}.capability_route.gater.{key}"
+                self._expect(name, name, getattr(route.gater, key).data.copy_)
+        groups: dict[tuple[str, str], dict[str, Any]] = {}
+        for name, ranks in inner.items():
+            parent, _, last = name.rpartition(".")
+            fused = next((key for key, parts in FUSED.items() if last in parts), last)
+            groups.setdefault((parent, fused), {})[last] = ranks
+        for (parent, fused), parts in groups.items():
+            linear = self.model.get_submodule(f"{path}.{parent}.{fused}")
+            self._route_linear(linear, f"{path}.{parent}", fused, parts, route, layer.capability_holder)
+        layer.__class__ = _routed_layer_class(type(layer))
+
+    def _route_linear(
+        self, linear: Any, parent: str, fused: str, parts: dict[str, Any], route: CapabilityRoute, holder: RouteHolder
+    ) -> None:
+        order = [name for name in FUSED.get(fused, (fused,))]
+        rows: list[tuple[int, float]] = []
+        counts, device, dtype = [], linear.weight.device, linear.params_dtype
+        for name in order:
+            ranks = parts.get(name) or []
+            mine = [(self.first_slot + i, e[1]) for i, e in enumerate(ranks) if e is not None for _ in range(e[0])]
+            counts.append(len(mine))
+            rows += mine
+        in_size = linear.input_size_per_partition if isinstance(linear, RowParallelLinear) else linear.input_size
+        linear.lora_A = nn.Parameter(torch.zeros(len(rows), in_size, dtype=dtype, device=device), requires_grad=False)
+        widths = _part_widths(linear, len(order))
+        linear.lora_B = nn.ParameterList(
+            nn.Parameter(torch.zeros(width, count, dtype=dtype, device=device), requires_grad=False)
+            for width, count in zip(widths, counts, strict=True)
+        )
+        start = 0
+        for part, (name, count) in enumerate(zip(order, counts, strict=True)):
+            if count:
+                a_rows = linear.lora_A.data[start : start + count]
+                self._expect(f"{parent}.{name}.lora_A", f"{parent}.{fused}.lora_A", _a_loader(linear, a_rows))
+                b = linear.lora_B[part].data
+                self._expect(f"{parent}.{name}.lora_B", f"{parent}.{fused}.lora_B.{part}", _b_loader(linear, part, b))
+            else:
+                self.names[f"(empty) {parent}.{name}"] = f"{parent}.{fused}.lora_B.{part}"
+            start += count
+        layout = route.layout_index(tuple(rows), device)
+        linear.quant_method = RoutedLinearMethod(linear.quant_method, holder, layout, counts)
+
+    def _expect(self, name: str, parameter: str, load: Callable[[Tensor], Any]) -> None:
+        self.loaders[name] = load
+        self.names[name] = parameter
+
+
+def _split_path(path: str) -> tuple[str, int, str]:
+    prefix, _, rest = path.partition(".layers.")
+    number, _, inner = rest.partition(".")
+    return f"{prefix}.layers", int(number), inner
+
+
+def _part_widths(linear: Any, parts: int) -> list[int]:
+    """Output features of each fused part on this rank."""
+    if isinstance(linear, QKVParallelLinear):
+        kv = linear.num_kv_heads * linear.head_size
+        return [linear.num_heads * linear.head_size, kv, kv]
+    if isinstance(linear, MergedColumnParallelLinear):
+        return [size // linear.tp_size for size in linear.output_sizes]
+    assert parts == 1
+    return [linear.output_size_per_partition if hasattr(linear, "output_size_per_partition") else linear.output_size]
+
+
+def _a_loader(linear: Any, rows: Tensor) -> Callable[[Tensor], None]:
+    def load(tensor: Tensor) -> None:
+        if isinstance(linear, RowParallelLinear):
+            tensor = tensor.narrow(1, linear.tp_rank * rows.shape[1], rows.shape[1])
+        rows.copy_(tensor)
+
+    return load
+
+
+def _b_loader(linear: Any, part: int, target: Tensor) -> Callable[[Tensor], None]:
+    def load(tensor: Tensor) -> None:
+        if not isinstance(linear, RowParallelLinear):
+            rank = linear.tp_rank
+            if isinstance(linear, QKVParallelLinear) and part > 0:
+                rank //= linear.num_kv_head_replicas
+            tensor = tensor.narrow(0, rank * target.shape[0], target.shape[0])
+        target.copy_(tensor)
+
+    return load
+
+
+class _Routed:
+    """Mixed in before a vLLM model class: builds the routing after it, and loads the routing's tensors itself."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **kwargs: Any) -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
+        config = vllm_config.model_config.hf_config
+        spec = check(ExportSpec, getattr(config, CONFIG_KEY), f"{vllm_config.model_config.model} {CONFIG_KEY}")
+        self._routing = _Builder(self, spec, config.hidden_size)  # type: ignore[arg-type]
+        self._routing.build()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load the base through the parent and the routing here.
+
+        Raises:
+            ValueError: a routing tensor is missing from the checkpoint, or has no place in the model.
+        """
+        builder, seen = self._routing, set()
+
+        def base_weights() -> Iterable[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if name in builder.loaders:
+                    builder.loaders[name](tensor)
+                    seen.add(name)
+                elif "capability_route" in name or name.endswith((".lora_A", ".lora_B")):
+                    if not any(name.startswith(f"{path}.") for path in builder.elsewhere):
+                        raise ValueError(f"routing tensor {name} has no place in the model; export the folder again")
+                else:
+                    yield name, tensor
+
+        loaded: set[str] = super().load_weights(base_weights())  # type: ignore[misc]
+        if missing := set(builder.loaders) - seen:
+            raise ValueError(f"{len(missing)} routing tensors are missing, first {min(missing)}; export the folder again")
+        return set(loaded) | set(builder.names.values())
+
+
+class TraceRoutedLlamaForCausalLM(_Routed, LlamaForCausalLM):
+    """Routed Llama (SmolLM2 too)."""
+
+
+class TraceRoutedQwen3ForCausalLM(_Routed, Qwen3ForCausalLM):
+    """Routed Qwen3."""
+
+
+class TraceRoutedQwen3MoeForCausalLM(_Routed, Qwen3MoeForCausalLM):
+    """Routed Qwen3-MoE: adapters of the attention."""
