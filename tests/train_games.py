@@ -109,12 +109,15 @@ GAMES = {
     "printable": PrintableGame, "digits": DigitsGame, "constant": ConstantGame, "sometimes": SometimesConstantGame,
     "flaky": FlakyGame, "stuck": StuckGame, "raising": RaisingGame, "unmakeable": UnmakeableGame,
 }  # fmt: skip
+
+
+def say(text: str) -> str:
+    return json.dumps({"name": "say", "arguments": {"text": text}})
+
+
 SPECS = {
     name: register_game(
-        GameSpec(
-            name=f"capability_{name}", make_env=kind, max_gen_tokens=6, hint_prompt="Letters.",
-            tools_in="system_prompt", extract_action=lambda text: json.dumps({"name": "say", "arguments": {"text": text}}),
-        )  # fmt: skip
+        GameSpec(f"capability_{name}", kind, say, max_gen_tokens=6, hint_prompt="Letters.", tools_in="system_prompt")
     )
     for name, kind in GAMES.items()
 }

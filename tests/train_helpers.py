@@ -11,6 +11,7 @@ from tiny_models import tiny_model
 from game_registry import EpisodeResult, Failed, GameMix, Scored
 from train.episode import Episode
 from train.groups import Group
+from train.kv_cache import ATTENTION
 from train.learner import Learner, TrainItem, UpdateConfig
 from train.lora import attach_adapter, lora_config
 from train.losses import LossConfig
@@ -23,6 +24,7 @@ def tiny_learners(*names: str, family: str = "llama", lr: float = 1e-2, spread: 
     """(peft model, learner of each name). ``spread`` > 0 makes B random, so that the adapter differs from the base."""
     model: Any = tiny_model(family)
     model.requires_grad_(False)
+    model.set_attn_implementation(ATTENTION)  # as train.local_engine.load_model does
     for index, name in enumerate(names):
         model = attach_adapter(model, name, lora_config(4, 8, TARGETS), seed=index)
     generator = torch.Generator().manual_seed(5)
