@@ -323,6 +323,16 @@ def test_keys_inside_texts_are_redacted(tmp_path: Path, secret: str) -> None:
     assert secret not in text and counts(tmp_path)["redacted_secrets"] == 2
 
 
+@pytest.mark.parametrize("place", [0, 150, 195, 210, 5000, 9790, 9880, 9960])
+def test_no_cut_shows_a_part_of_a_key(place: int) -> None:
+    key = "sk-proj-" + "Zq9" * 10
+    text = ("word " * 2000)[:place] + " " + key + " " + ("more " * 2000)
+    text = text[:10_000]
+    shown = cut(text, 300, Tally())
+    assert "Zq9" not in shown and len(shown) < 340
+    assert cut(text, 100_000, Tally()).count("Zq9") == (0 if key in text else text.count("Zq9"))
+
+
 def test_clean_handles_lone_surrogates_and_keyed_secrets() -> None:
     assert clean("a\ud800b", Tally()) == "a?b"
     assert "hush" not in clean('{"api_key": "hush", "x": 1}', Tally())
