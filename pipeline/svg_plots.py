@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from html import escape
 
 INK, MUTED, GRID, ACCENT, REJECT = "#1c1e21", "#6b7280", "#e5e7eb", "#0b6e99", "#b0b7c0"
@@ -41,50 +42,44 @@ def svg(width: float, height: float, label: str, parts: Sequence[str]) -> str:
 
 def coverage_gap(points: Sequence[Point], rho: float, delta: float) -> str:
     """Coverage against gap with 95 % intervals; what lies above and right of both dashed lines passes on average."""
-    left, top, width, height = 52.0, 14.0, 620.0, 340.0
-    x_max = max([0.2, rho * 1.5, *(p.coverage_interval[1] for p in points)]) * 1.08
-    low = min([0.0, *(p.gap_interval[0] for p in points)])
-    y_min = low - 0.05 if low < 0 else 0.0
+    left, top, width, height = 52.0, 26.0, 600.0, 340.0
+    x_max = math.ceil(max([0.2, float(rho) * 1.5, *(p.coverage_interval[1] for p in points)]) * 10) / 10
+    y_min = math.floor(min([0.0, *(p.gap_interval[0] for p in points)]) * 5) / 5
 
     def at(x: float, y: float) -> tuple[float, float]:
         return left + x / x_max * width, top + height - (y - y_min) / (1 - y_min) * height
 
     parts = []
-    for tick in range(6):
-        x, y = x_max * tick / 5, y_min + (1 - y_min) * tick / 5
-        px, _ = at(x, y_min)
-        _, py = at(0, y)
-        parts += [
-            line(px, top, px, top + height, GRID),
-            text(px, top + height + 16, f"{x:.2f}", anchor="middle", fill=MUTED),
-        ]
-        parts += [line(left, py, left + width, py, GRID), text(left - 6, py + 4, f"{y:.2f}", anchor="end", fill=MUTED)]
+    for n in range(round(x_max * 10) + 1):
+        px, _ = at(n / 10, y_min)
+        parts.append(line(px, top, px, top + height, GRID))
+        parts.append(text(px, top + height + 16, f"{n / 10:.1f}", anchor="middle", fill=MUTED))
+    for n in range(round((1 - y_min) * 5) + 1):
+        _, py = at(0, y_min + n / 5)
+        parts.append(line(left, py, left + width, py, GRID))
+        parts.append(text(left - 6, py + 4, f"{y_min + n / 5:.1f}", anchor="end", fill=MUTED))
     px, _ = at(rho, 0)
     _, py = at(0, delta)
     parts += [line(px, top, px, top + height, INK, dash="4 3"), line(left, py, left + width, py, INK, dash="4 3")]
-    parts += [
-        text(px + 4, top + 11, f"rho = {rho:g}"),
-        text(left + width - 4, py - 5, f"delta = {delta:g}", anchor="end"),
-    ]
-    for p in points:
-        parts += _point(p, at)
+    parts.append(text(px + 4, top + height - 6, f"rho = {rho:g}"))
+    parts.append(text(left + width - 4, py - 5, f"delta = {delta:g}", anchor="end"))
+    for n, p in enumerate(points, 1):
+        parts += _point(n, p, at)
+        fill = INK if p.selected else MUTED
+        parts.append(text(left + width + 24, top + 12 + 18 * (n - 1), f"{n}  {p.name}", fill=fill))
     parts.append(text(left + width / 2, top + height + 34, "Cov: share of the failures", anchor="middle"))
-    parts.append(text(left, top - 3, "Delta: error rate on failed minus on passed"))
-    return svg(left + width + 200, top + height + 44, "coverage and gap", parts)
+    parts.append(text(left, top - 10, "Delta: error rate on failed minus on passed"))
+    legend = 18.0 * len(points) - height
+    return svg(left + width + 330, top + height + 44 + max(0.0, legend), "coverage and gap", parts)
 
 
-def _point(p: Point, at: object) -> list[str]:
-    assert callable(at)
+def _point(n: int, p: Point, at: Callable[[float, float], tuple[float, float]]) -> list[str]:
     colour = ACCENT if p.selected else REJECT
-    (x, y), (x0, _), (x1, _) = (
-        at(p.coverage, p.gap),
-        at(p.coverage_interval[0], p.gap),
-        at(p.coverage_interval[1], p.gap),
-    )
-    (_, y0), (_, y1) = at(p.coverage, p.gap_interval[0]), at(p.coverage, p.gap_interval[1])
+    (x, y), (x0, _), (x1, _) = (at(v, p.gap) for v in (p.coverage, *p.coverage_interval))
+    (_, y0), (_, y1) = (at(p.coverage, v) for v in p.gap_interval)
     bars = [line(x0, y, x1, y, colour, width=1.5), line(x, y0, x, y1, colour, width=1.5)]
-    dot = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"><title>{escape(p.name)}</title></circle>'
-    return [*bars, dot, text(x + 8, y - 6, p.name, fill=INK if p.selected else MUTED)]
+    dot = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8" fill="{colour}"><title>{escape(p.name)}</title></circle>'
+    return [*bars, dot, text(x, y + 3.5, str(n), anchor="middle", size=10, fill="#ffffff")]
 
 
 def bars(rows: Sequence[tuple[str, float | None, bool]], *, mark: float | None = None, label: str) -> str:
