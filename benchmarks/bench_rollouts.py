@@ -74,12 +74,13 @@ class TalkGame:
 
     done = False
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, tokens_per_word: float) -> None:
         self.size, self.max_steps = size, size.turns
+        self.n_words = round(size.prompt / tokens_per_word)
 
     def reset(self, seed: int) -> None:
         self.done, self.steps = False, 0
-        words = [WORDS[(seed * 7 + i * i) % len(WORDS)] + str((seed + i) % 97) for i in range(self.size.prompt // 3)]
+        words = [WORDS[(seed * 7 + i * i) % len(WORDS)] + str((seed + i) % 97) for i in range(self.n_words)]
         self.messages: list[Message] = [{"role": "user", "content": f"Task {seed}: " + " ".join(words)}]
 
     def get_system_prompt(self) -> str:
@@ -115,10 +116,12 @@ class RecordingEngine(VllmEngine):
 
 async def run_episodes(engine: RecordingEngine, codec: ChatCodec, size: Size) -> float:
     """Seconds of all episodes through the whole stack."""
+    sample = " ".join(f"{word}{i}" for i, word in enumerate(WORDS * 4))
+    per_word = len(codec.tokenizer(sample, add_special_tokens=False)["input_ids"]) / (4 * len(WORDS))
     extract = '{{"name": "respond_to_user", "arguments": {{"message": {}}}}}'
     spec = GameSpec(
         "bench_talk",
-        lambda: TalkGame(size),
+        lambda: TalkGame(size, per_word),
         lambda text: extract.format(json.dumps(text[:40])),
         max_gen_tokens=size.tokens,
     )
