@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
-from pipeline.files import InputError
+from pipeline.files import InputError, check
 from pipeline.readers.trajectory import Limits, Tally, Trajectory, Verdict, clean, compact_message, plain
 from pipeline.records import Record
 from pipeline.split import part_of
@@ -64,7 +64,8 @@ def to_record(trajectory: Trajectory, limits: Limits, mine: Fraction | None, fau
     verdict = trajectory.verdict
     if trajectory.id in faults:
         verdict = Verdict("infrastructure", verdict.reward, faults[trajectory.id], "listed")
-    return Record.model_validate(
+    return check(
+        Record,
         {
             "id": trajectory.id,
             "benchmark": trajectory.benchmark,
@@ -80,7 +81,8 @@ def to_record(trajectory: Trajectory, limits: Limits, mine: Fraction | None, fau
             "cut_chars": tally.cut_chars,
             "redacted": tally.redacted,
             "source": trajectory.source,
-        }
+        },
+        where,
     )
 
 

@@ -190,6 +190,7 @@ def test_listed_faults_leave_every_rate_and_unknown_ones_are_errors(tmp_path: Pa
         ({"reward_info": {"reward": "1.0"}}, "reward"),
         ({"task_id": None}, "task_id"),
         ({"task_id": ""}, "task_id"),
+        ({"trial": -1}, "trial"),
         ({"messages": [3]}, "message 0"),
         ({"messages": [{"content": "x"}]}, "role"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "name"),

@@ -19,7 +19,7 @@ REASON_CHARS = 160
 class Episode(BaseModel):
     model_config = ConfigDict(extra="ignore")
     task_id: StrictInt | StrictStr
-    trial: StrictInt = 0
+    trial: StrictInt = Field(default=0, ge=0)
     reward: Annotated[float, Field(allow_inf_nan=False, strict=True)]
     traj: list[Any]
     info: dict[str, Any] = {}

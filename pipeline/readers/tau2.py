@@ -46,7 +46,7 @@ class RewardInfo(_Lenient):
 
 class Simulation(_Lenient):
     task_id: StrictStr | StrictInt
-    trial: StrictInt | None = None
+    trial: Annotated[StrictInt, Field(ge=0)] | None = None
     termination_reason: StrictStr | None = None
     reward_info: RewardInfo | None = None
     messages: list[Any] | None = None
