@@ -62,7 +62,7 @@ class RunLog:
     """
 
     def __init__(
-        self, folder: Path, resume_from: dict[str, int], tracker: Tracker | None = None, stream: TextIO = sys.stderr
+        self, folder: Path, resume_from: dict[str, int], tracker: Tracker | None = None, stream: TextIO | None = None
     ) -> None:
         path = folder / "metrics.jsonl"
         kept: list[Any] = []
@@ -75,7 +75,7 @@ class RunLog:
         write_text(path, "".join(json.dumps(r) + "\n" for r in kept) or "\n")
         self._log = JsonlLog(path)
         self._tracker = tracker
-        self._stream = stream
+        self._stream = stream or sys.stderr
         self._begin = time.perf_counter()
         self._recent: dict[str, deque[dict[str, float]]] = defaultdict(lambda: deque(maxlen=PATIENCE))
         for record in kept:  # a resumed run warns where an uninterrupted one would
