@@ -27,12 +27,16 @@ Bit = Annotated[int, Field(ge=0, le=1)]
 
 @dataclasses.dataclass(frozen=True)
 class LabelledEpisode:
-    """One token sequence with its slot. ``action_mask[i]`` is True where the policy emits ``token_ids[i]``."""
+    """One token sequence with its slot. ``action_mask[i]`` is True where the policy emits ``token_ids[i]``.
+
+    ``undecided``: how many of its first tokens are also the first tokens of an episode with another slot.
+    """
 
     token_ids: tuple[int, ...]
     action_mask: tuple[bool, ...]
     slot: int
     source: str
+    undecided: int = 0
 
     @property
     def prompt_length(self) -> int:
@@ -123,7 +127,7 @@ def load_gate_data(config: GateConfig, codec: ChatCodec) -> GateData:
                 f"capability {name}: {counts[slots[name]]} usable episodes, expected at least 2"
                 f" (left out: {dict(skipped) or 'none'}); collect more or lower min_reward"
             )
-    kept = _within_budget(episodes, config, skipped)
+    kept = mark_undecided(_within_budget(episodes, config, skipped))
     train, validation = _split(kept, config)
     return GateData(tuple(train), tuple(validation), dict(skipped))
 
@@ -226,6 +230,26 @@ def _episode(ids: Sequence[int], mask: Sequence[bool], slot: int, where: str, co
     if not ids:
         raise InputError(f"{where}: no tokens; remove the record")
     return LabelledEpisode(tuple(ids[: config.max_length]), tuple(mask[: config.max_length]), slot, where)
+
+
+def mark_undecided(episodes: Sequence[LabelledEpisode]) -> list[LabelledEpisode]:
+    """``episodes`` with ``undecided`` set: the longest prefix in common with an episode of another slot."""
+    order = sorted(range(len(episodes)), key=lambda i: episodes[i].token_ids)
+    longest = [0] * len(episodes)
+    for walk in (order, order[::-1]):  # an episode's best partner of a slot is its nearest one in lexicographic order
+        shared: dict[int, int] = {}  # slot -> common prefix of the current episode with the last one of that slot
+        for previous, current in zip([None, *walk[:-1]], walk, strict=True):
+            if previous is not None:
+                common = _common(episodes[previous].token_ids, episodes[current].token_ids)
+                shared = {slot: min(length, common) for slot, length in shared.items()}
+                shared[episodes[previous].slot] = common
+            others = [length for slot, length in shared.items() if slot != episodes[current].slot]
+            longest[current] = max([longest[current], *others])
+    return [dataclasses.replace(e, undecided=n) for e, n in zip(episodes, longest, strict=True)]
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _within_budget(

@@ -2,13 +2,18 @@
 
 What the gate of layer l sees depends on the routes below it. Two choices of those routes are used here:
 
-* teacher-forced: every layer of an episode is on the labelled slot. This is the fixed point of a correct gate: if all
+* teacher-forced: every token is on its labelled slot in every layer. This is the fixed point of a correct gate: if all
   gates decide as labelled, the hidden states are exactly these.
 * on-policy: the routes are the gates' own, mistakes included (the label stays), which teaches the gates to come back to
   the labelled slot from states that only a mistake produces.
 
-Episodes of one group begin alike (system prompt, tools, examples): the longest common prefix is computed once, and its
-features count as often as there are episodes.
+Tokens that episodes of different labels have in common (system prompt, tools, examples) cannot tell which capability
+follows: a causal gate sees the same past in both. They are labelled base, so that teacher forcing, training and
+inference have the same keys and values there. With the episode's label instead, equal states would carry contradicting
+labels, the gate would send the whole prefix to one adapter, and every later token would see states that training never
+saw.
+
+The longest common prefix is computed once, and its features count as often as there are episodes.
 """
 
 from __future__ import annotations
@@ -66,21 +71,30 @@ def collect_features(
     With trajectory granularity there is one feature per episode: the mean over its prompt, which is what the gate sees.
     """
     layers = gated_layers(model)
-    pooled = routing_state(model).granularity == "trajectory"
-    groups: dict[int, list[int]] = {}
-    for index, episode in enumerate(episodes):
-        groups.setdefault(episode.slot if forced else -1, []).append(index)
+    state = routing_state(model)
+    pooled = state.granularity == "trajectory"
+    base = 0 if state.has_base_slot else None
+    labels = [token_labels(episode, base, whole=pooled) for episode in episodes]
+    total = sum(len(episode.token_ids) for episode in episodes)
     pieces: list[_Piece] = []
     done = 0
-    for slot, members in sorted(groups.items()):
-        route = force_route(model, slot) if forced else contextlib.nullcontext()
-        with route:
-            for piece, tokens in _group_pieces(model, episodes, members, layers, batch_size, share=not pooled):
-                pieces.append(piece.pooled(episodes) if pooled else piece)
-                done += tokens
-                if progress is not None:
-                    progress(done, sum(len(episode.token_ids) for episode in episodes))
-    return _join(pieces, episodes, label_tokens, pooled)
+    for piece, tokens in _pieces(model, episodes, labels if forced else None, layers, batch_size, share=not pooled):
+        pieces.append(piece.pooled(episodes) if pooled else piece)
+        done += tokens
+        if progress is not None:
+            progress(done, total)
+    return _join(pieces, episodes, labels, label_tokens, pooled)
+
+
+UNDECIDED = -1  # a token that is not trained on
+
+
+def token_labels(episode: LabelledEpisode, base: int | None, whole: bool = False) -> list[int]:
+    """The slot of every token: ``base`` (``UNDECIDED`` where there is no base slot) while the past is also that of an
+    episode with another label, then the episode's. ``whole``: one decision per episode, so its label everywhere.
+    """
+    common = 0 if whole else episode.undecided
+    return [UNDECIDED if base is None else base] * common + [episode.slot] * (len(episode.token_ids) - common)
 
 
 @dataclasses.dataclass
@@ -111,27 +125,31 @@ class _Piece:
         return _Piece(hidden, route, owners, [0] * len(owners), [1.0] * len(owners))
 
 
-def _group_pieces(
+def _pieces(
     model: Any,
     episodes: Sequence[LabelledEpisode],
-    members: Sequence[int],
+    labels: Sequence[Sequence[int]] | None,
     layers: Sequence[int],
     batch_size: int,
     share: bool,
 ) -> Iterator[tuple[_Piece, int]]:
-    prefix = common_prefix([episodes[i].token_ids for i in members]) if share else 0
+    """Features piece by piece, with the number of tokens that each stands for; ``labels`` is the forced route."""
+    members = range(len(episodes))
+    prefix = common_prefix([e.token_ids for e in episodes]) if share else 0
     prefix = prefix if prefix >= MIN_SHARED_PREFIX and len(members) > 1 else 0
     cache = None
     if prefix:
         cache = _new_cache(model)
-        piece = _forward(model, [list(episodes[members[0]].token_ids[:prefix])], layers, cache, 0)
-        piece.episode, piece.weight, piece.shared = [members[0]] * prefix, [float(len(members))] * prefix, True
+        route = [labels[0][:prefix]] if labels is not None else None
+        piece = _forward(model, [list(episodes[0].token_ids[:prefix])], route, layers, cache, 0)
+        piece.episode, piece.weight, piece.shared = [0] * prefix, [float(len(members))] * prefix, True
         yield piece, prefix * len(members)
     order = sorted(members, key=lambda i: len(episodes[i].token_ids))
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
         rows = [list(episodes[i].token_ids[prefix:]) for i in batch]
-        piece = _forward(model, rows, layers, cache, prefix)
+        routes = [labels[i][prefix:] for i in batch] if labels is not None else None
+        piece = _forward(model, rows, routes, layers, cache, prefix)
         piece.episode = [batch[row] for row in piece.episode]
         yield piece, sum(map(len, rows))
 
@@ -149,8 +167,19 @@ def _new_cache(model: Any) -> Any:
     return DynamicCache(config=model.config)
 
 
-def _forward(model: Any, rows: list[list[int]], layers: Sequence[int], cache: Any, past: int) -> _Piece:
-    """One forward of the decoder over right-padded ``rows`` behind ``past`` cached tokens; an empty cache is filled."""
+def _forward(
+    model: Any,
+    rows: list[list[int]],
+    routes: Sequence[Sequence[int]] | None,
+    layers: Sequence[int],
+    cache: Any,
+    past: int,
+) -> _Piece:
+    """One forward of the decoder over right-padded ``rows`` behind ``past`` cached tokens; an empty cache is filled.
+
+    Args:
+        routes: the slot of every token of ``rows``, or None for the gates' own.
+    """
     device = next(model.parameters()).device
     width = max(map(len, rows))
     ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -163,7 +192,13 @@ def _forward(model: Any, rows: list[list[int]], layers: Sequence[int], cache: An
     if past:
         cache = copy.deepcopy(cache)
         cache.batch_repeat_interleave(len(rows))
-    with RoutingRecorder(model, keep_hidden=True) as recorder:
+    forced: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if routes is not None:
+        slots = torch.zeros(len(rows), width, dtype=torch.long)
+        for row, route_of_row in enumerate(routes):
+            slots[row, : len(route_of_row)] = torch.tensor(route_of_row).clamp_min(0)
+        forced = force_route(model, slots.to(device))
+    with forced, RoutingRecorder(model, keep_hidden=True) as recorder:
         model.capability_decoder(
             input_ids=ids.to(device),
             attention_mask=mask.to(device),
@@ -180,7 +215,13 @@ def _forward(model: Any, rows: list[list[int]], layers: Sequence[int], cache: An
     return _Piece(hidden, route, episode, position, [1.0] * len(episode))
 
 
-def _join(pieces: list[_Piece], episodes: Sequence[LabelledEpisode], label_tokens: str, pooled: bool) -> FeatureSet:
+def _join(
+    pieces: list[_Piece],
+    episodes: Sequence[LabelledEpisode],
+    labels: Sequence[Sequence[int]],
+    label_tokens: str,
+    pooled: bool,
+) -> FeatureSet:
     episode = torch.tensor([e for piece in pieces for e in piece.episode])
     position = torch.tensor([p for piece in pieces for p in piece.position])
     weight = torch.tensor([w for piece in pieces for w in piece.weight])
@@ -196,6 +237,8 @@ def _join(pieces: list[_Piece], episodes: Sequence[LabelledEpisode], label_token
         piece.hidden = piece.hidden[:, :0]
         start = stop
     route = torch.cat([piece.route for piece in pieces], dim=1)
-    label = torch.tensor([episodes[e].slot for e in episode.tolist()])
+    label = torch.tensor([labels[e][p] for e, p in zip(episode.tolist(), position.tolist(), strict=True)])
+    weight = weight * (label != UNDECIDED)
+    label = label.clamp_min(0)
     shared = torch.tensor([piece.shared for piece in pieces for _ in piece.episode])
     return FeatureSet(hidden, label, weight, episode.masked_fill(shared, -1), route)

@@ -72,6 +72,18 @@ def _weighted_squares(hidden_NH: Tensor, weight_N: Tensor) -> Tensor:
     return total
 
 
+def balance(features: FeatureSet, n_slots: int) -> FeatureSet:
+    """``features`` with weights such that every label that occurs has the same total over all ranks.
+
+    A prefix that all episodes share would otherwise outweigh the tokens that tell capabilities apart.
+    """
+    per_label = torch.zeros(n_slots).index_add_(0, features.label, features.weight)
+    per_label = global_sum(per_label)
+    present = per_label > 0
+    factor = torch.where(present, per_label.sum() / (present.sum() * per_label.clamp_min(1e-9)), torch.zeros(()))
+    return dataclasses.replace(features, weight=features.weight * factor[features.label])
+
+
 class GateFit:
     """Weights of all gates, their optimiser, and the best state seen so far.
 

@@ -35,7 +35,7 @@ from pipeline.files import InputError, JsonlLog, run_cli, write_json
 from train.chat import ChatCodec
 from train.gate_data import GateData, LabelledEpisode, load_gate_data
 from train.gate_features import FeatureSet, collect_features
-from train.gate_fit import FitSettings, GateFit, GateScore, batch_of, feature_scale, rows_by_episode, score_gates
+from train.gate_fit import FitSettings, GateFit, GateScore, balance, batch_of, feature_scale, rows_by_episode, score_gates
 from train.gate_state import load_state, save_state
 
 PASSES = 3  # over the data, when total_steps is 0 (published: 3 epochs)
@@ -132,7 +132,7 @@ class RouterTrainer:
 
     def _features(self, episodes: Sequence[LabelledEpisode], forced: bool, what: str) -> FeatureSet:
         progress = _Progress(what) if self.ranks.rank == 0 else None
-        return collect_features(
+        features = collect_features(
             self.model,
             self.ranks.mine(episodes),
             forced=forced,
@@ -140,6 +140,7 @@ class RouterTrainer:
             batch_size=self.config.forward_batch_size,
             progress=progress,
         )
+        return balance(features, routing_state(self.model).num_slots)
 
     def _gates(self) -> tuple[Tensor, Tensor]:
         """``W [L, S, H]`` and ``b [L, S]`` of the model's gates, on the CPU."""
@@ -181,7 +182,7 @@ def _identity(config: GateConfig, data: GateData) -> str:
     settings = config.model_dump(exclude={"output_dir", "run_name", "vllm", "forward_batch_size"})
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for episode in (*data.train, *data.validation):
-        digest.update(repr((episode.slot, episode.token_ids, episode.action_mask)).encode())
+        digest.update(repr((episode.slot, episode.token_ids, episode.action_mask, episode.undecided)).encode())
     return digest.hexdigest()
 
 
