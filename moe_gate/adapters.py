@@ -218,7 +218,10 @@ def save_adapter_folder(source: str | os.PathLike[str], folder: str | os.PathLik
     path, target = Path(source), Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
-        config, weights = read_json(path / "adapter_config.json", "adapter configuration"), path / "adapter_model.safetensors"
+        config, weights = (
+            read_json(path / "adapter_config.json", "adapter configuration"),
+            path / "adapter_model.safetensors",
+        )
     else:
         config, weights = _config_from_metadata(_read_safetensors(path)[1], path), path
     shutil.copyfile(weights, target / "adapter_model.safetensors")

@@ -1,7 +1,7 @@
 """Attach routing to a loaded model: routed linears and experts, gates, and the hooks that carry the route.
 
-The one place that changes a model. It needs the shapes and scales of the adapters (real or empty factors), nothing else,
-so that an exported folder can rebuild the same modules without the rest of this package.
+The one place that changes a model. It needs the shapes and scales of the adapters (real or empty factors), nothing
+else, so that an exported folder can rebuild the same modules without the rest of this package.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     vllm serve runs/routed                                   # with this package installed (it brings the plugin)
     AutoModelForCausalLM.from_pretrained("runs/routed", trust_remote_code=True)     # without it: self-contained module
 
-The folder: the base's weight files (linked or copied; or by reference), ``model-routing.safetensors`` (stacked adapters and
-gates), ``config.json`` with the key ``trace_gate``, the tokenizer, ``modeling_trace_routed.py``, the adapters as PEFT folders,
-and a model card.
+The folder: the base's weight files (linked or copied; or by reference), ``model-routing.safetensors`` (stacked adapters
+and gates), ``config.json`` with the key ``trace_gate``, the tokenizer, ``modeling_trace_routed.py``, the adapters as
+PEFT folders, and a model card.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ MODULE_FILE = "modeling_trace_routed"
 _SKIPPED = {"config.json", "model.safetensors.index.json", "README.md", ".gitattributes", "trace_source.json"}
 
 
-def export(gate: str, out: str | os.PathLike[str], *, include_base: bool = True, adapter_dir: str | None = None) -> Path:
+def export(
+    gate: str, out: str | os.PathLike[str], *, include_base: bool = True, adapter_dir: str | None = None
+) -> Path:
     """Export the routed model of a gate run to the folder ``out``.
 
     Raises:
@@ -92,9 +94,7 @@ def _write_folder(
         base_revision=metadata.base_revision, base_included=include_base, adapters=metadata.adapters,
         table=rank_table(model),
     )  # fmt: skip
-    routing_tensors = {
-        name: tensor.contiguous() for name, tensor in model.state_dict().items() if _is_routing(name)
-    }
+    routing_tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if _is_routing(name)}
     save_file(routing_tensors, work / ROUTING_FILE, metadata={"format": "pt"})
     if include_base:
         _link_base(base, work, list(routing_tensors))
@@ -112,7 +112,9 @@ def _write_folder(
             shutil.copyfile(file, work / file.name)
     for record in metadata.adapters:
         source = Path(adapter_dir) / record.name if adapter_dir else Path(record.path)
-        save_adapter_folder(source if source.exists() else source.with_suffix(".safetensors"), work / "adapters" / record.name)
+        save_adapter_folder(
+            source if source.exists() else source.with_suffix(".safetensors"), work / "adapters" / record.name
+        )
     (work / "README.md").write_text(model_card(spec, metadata), encoding="utf-8")
 
 
@@ -122,7 +124,8 @@ def _is_routing(name: str) -> bool:
 
 
 def _link_base(base: Path, work: Path, routing_names: list[str]) -> None:
-    """The base's safetensors files under their names (a single file gets another, or transformers would read no index)."""
+    """The base's safetensors files under their names (a single file gets another, or transformers would read no
+    index)."""
     files = sorted(base.glob("*.safetensors"))
     if not files:
         raise InputError(f"base model {base}: has no safetensors files; convert it first")
@@ -141,10 +144,12 @@ def _link_base(base: Path, work: Path, routing_names: list[str]) -> None:
 
 
 def self_contained_module(architecture: str) -> str:
-    """Source of ``modeling_trace_routed.py``: the routing code of this package in one file, for transformers' remote code."""
+    """Source of ``modeling_trace_routed.py``: the routing code of this package in one file, for transformers' remote
+    code."""
     sources = [_bare_source(module) for module in (factors, routing, linear, experts, attach)]
     sources.append(_functions(exported, "empty_factors", "attach_from_spec"))
-    return f'''"""Routed {architecture}: token-level gates over stacked LoRA adapters. Written by moe_gate.export; needs torch and transformers."""
+    return f'''"""Routed {architecture}: token-level gates over stacked LoRA adapters. Written by moe_gate.export; needs
+    torch and transformers."""
 
 from __future__ import annotations
 
@@ -196,7 +201,8 @@ def _functions(module: ModuleType, *names: str) -> str:
 
 
 def model_card(spec: ExportSpec, metadata: GateMetadata) -> str:
-    """README of the exported folder: what is in it, routing statistics and evaluation numbers of the gate's training."""
+    """README of the exported folder: what is in it, routing statistics and evaluation numbers of the gate's
+    training."""
     revision = f" (revision {spec.base_revision})" if spec.base_revision else ""
     lines = [
         "---", "library_name: transformers", f"base_model: {spec.base_model}", "tags: [lora, mixture, routing]", "---",
@@ -219,16 +225,23 @@ def model_card(spec: ExportSpec, metadata: GateMetadata) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gate", required=True, help="folder of a gate run, its gate.safetensors, or moe_gate.yaml's output_dir")
+    parser.add_argument(
+        "--gate", required=True, help="folder of a gate run, its gate.safetensors, or moe_gate.yaml's output_dir"
+    )
     parser.add_argument("--out", required=True, help="folder to write; an older export there is replaced")
     parser.add_argument("--adapter-dir", help="where the adapters are, when they moved since the gate was trained")
     parser.add_argument(
-        "--base", choices=["include", "reference"], default="include", help="the base's weights, or only its name [%(default)s]"
+        "--base",
+        choices=["include", "reference"],
+        default="include",
+        help="the base's weights, or only its name [%(default)s]",
     )
     args = parser.parse_args()
     target = export(args.gate, args.out, include_base=args.base == "include", adapter_dir=args.adapter_dir)
     size = sum(file.stat().st_size for file in target.glob("*.safetensors")) / 2**20
-    print(f"{target}: {size:.1f} MiB of weights, {(target / ROUTING_FILE).stat().st_size / 2**20:.1f} MiB of it routing")
+    print(
+        f"{target}: {size:.1f} MiB of weights, {(target / ROUTING_FILE).stat().st_size / 2**20:.1f} MiB of it routing"
+    )
     return 0
 
 

@@ -1,7 +1,7 @@
 """The exported folder: what is in its ``config.json``, and the class that loads it.
 
-``config.json`` is the base's own, with ``architectures`` of ours and one more key, ``trace_gate``: slots, modes, and for every
-adapted weight the rank and scaling of each adapter. The weights are the base's files and one file of ours.
+``config.json`` is the base's own, with ``architectures`` of ours and one more key, ``trace_gate``: slots, modes, and
+for every adapted weight the rank and scaling of each adapter. The weights are the base's files and one file of ours.
 """
 
 from __future__ import annotations
@@ -79,18 +79,23 @@ def empty_factors(model: nn.Module, table: dict[str, SlotRanks]) -> FactorTable:
         factors[path] = [
             None
             if entry is None
-            else LoraFactors(torch.empty(*lead, entry[0], in_features), torch.empty(*lead, out_features, entry[0]), entry[1])
+            else LoraFactors(
+                torch.empty(*lead, entry[0], in_features), torch.empty(*lead, out_features, entry[0]), entry[1]
+            )
             for entry in ranks
         ]
     return factors
 
 
 def attach_from_spec(model: Any, spec: dict[str, Any]) -> None:
-    """Make ``model`` the routed model that ``spec`` (the ``trace_gate`` dict) describes; weights follow by state dict."""
+    """Make ``model`` the routed model that ``spec`` (the ``trace_gate`` dict) describes; weights follow by state
+    dict."""
     state = RoutingState(
         tuple(spec["slot_names"]), spec["routing_scope"], spec["routing_granularity"], spec["routing_mode"]
     )
-    table = {path: [None if e is None else (int(e[0]), float(e[1])) for e in ranks] for path, ranks in spec["table"].items()}
+    table = {
+        path: [None if e is None else (int(e[0]), float(e[1])) for e in ranks] for path, ranks in spec["table"].items()
+    }
     attach_routing(model, empty_factors(model, table), state, global_layer=spec["global_layer"])
 
 
@@ -102,7 +107,9 @@ def read_spec(folder: str | os.PathLike[str]) -> ExportSpec:
     """
     config = read_json(Path(folder) / "config.json", "model configuration")
     if not isinstance(config, dict) or CONFIG_KEY not in config:
-        raise InputError(f"{folder}: config.json has no {CONFIG_KEY}; write the folder with `python -m moe_gate.export`")
+        raise InputError(
+            f"{folder}: config.json has no {CONFIG_KEY}; write the folder with `python -m moe_gate.export`"
+        )
     return check(ExportSpec, config[CONFIG_KEY], f"{folder}/config.json {CONFIG_KEY}")
 
 
@@ -126,7 +133,7 @@ def load_exported(folder: str | os.PathLike[str], *, dtype: torch.dtype | str = 
 def routed_class(base: Any) -> Any:
     """A subclass of a transformers model class that attaches the routing of its ``config.trace_gate``."""
 
-    class Routed(base):  # type: ignore[misc, valid-type]
+    class Routed(base):  # type: ignore[misc]
         _keep_in_fp32_modules_strict = FP32_MODULES
 
         def __init__(self, config: Any) -> None:

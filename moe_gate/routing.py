@@ -145,8 +145,8 @@ class TrajectoryGlobalRouter(LayerCapabilityGater):
 class LayerRoute(nn.Module):
     """The route of one decoder layer while its forward runs; the adapted linears of the layer read their mask here.
 
-    ``layouts`` are the distinct row layouts of its linears, each with a mask of its own. ``gater`` is None in a layer that
-    follows another place's decision (scope global).
+    ``layouts`` are the distinct row layouts of its linears, each with a mask of its own. ``gater`` is None in a layer
+    that follows another place's decision (scope global).
     """
 
     def __init__(
@@ -157,8 +157,8 @@ class LayerRoute(nn.Module):
         self.state = state
         self.gater = gater
         self.layouts = tuple(layouts)
-        # Plain tensors, not buffers: they follow from the layouts, so they are neither saved nor cast, and they go to the
-        # device of the first input (under a meta device context they are real).
+        # Plain tensors, not buffers: they follow from the layouts, so they are neither saved nor cast, and they go to
+        # the device of the first input (under a meta device context they are real).
         self._rows = [
             (torch.tensor(layout.slots, device="cpu"), torch.tensor(layout.scales, dtype=torch.float32, device="cpu"))
             for layout in layouts
@@ -179,9 +179,7 @@ class LayerRoute(nn.Module):
         flat = weights.reshape(-1, weights.shape[-1])
         if self._rows[0][0].device != flat.device:
             self._rows = [(slots.to(flat.device), scales.to(flat.device)) for slots, scales in self._rows]
-        self._masks = [
-            (flat.index_select(-1, slots) * scales).to(hidden_states.dtype) for slots, scales in self._rows
-        ]
+        self._masks = [(flat.index_select(-1, slots) * scales).to(hidden_states.dtype) for slots, scales in self._rows]
 
     def leave(self) -> None:
         self._inside, self._masks = False, None

@@ -1,12 +1,13 @@
 """Routed models for stock vLLM: per-layer, token-level gates over stacked adapters, as in transformers.
 
-The parent's constructor builds vLLM's own model. Then every decoder layer with adapters gets a subclass whose forward first
-computes the layer's row masks from its input, and every adapted linear gets a linear method that adds
+The parent's constructor builds vLLM's own model. Then every decoder layer with adapters gets a subclass whose forward
+first computes the layer's row masks from its input, and every adapted linear gets a linear method that adds
 
     delta = B (mask * (A x))
 
-to what the original method returns, before any gather or all-reduce. No sort and no data-dependent shape, so CUDA graphs
-and torch.compile need nothing more; the gate sees one token's hidden state, so prefix caching and chunked prefill stay exact.
+to what the original method returns, before any gather or all-reduce. No sort and no data-dependent shape, so CUDA
+graphs and torch.compile need nothing more; the gate sees one token's hidden state, so prefix caching and chunked
+prefill stay exact.
 
 Tensor parallel: a column-parallel linear has A whole and its rows of B; a row-parallel one its columns of A and B whole
 (the all-reduce that follows sums the deltas too). Gates are replicated on replicated hidden states.
@@ -48,12 +49,13 @@ class RouteHolder:
 
 
 class CapabilityRoute(nn.Module):
-    """Gate and row layouts of one decoder layer. ``weight [S, H]``, ``bias [S]`` fp32; None when another layer decides."""
+    """Gate and row layouts of one decoder layer. ``weight [S, H]``, ``bias [S]`` fp32; None when another layer
+    decides."""
 
     def __init__(self, hidden_size: int, num_slots: int, has_gate: bool, soft: bool, device: torch.device) -> None:
         super().__init__()
         self.num_slots, self.soft = num_slots, soft
-        self.gater: nn.Module | None = None
+        self.gater: Any = None
         if has_gate:
             self.gater = nn.Module()
             weight = torch.zeros(num_slots, hidden_size, dtype=torch.float32, device=device)
@@ -89,7 +91,7 @@ class CapabilityRoute(nn.Module):
         ]
 
 
-class RoutedLinearMethod(LinearMethodBase):
+class RoutedLinearMethod(LinearMethodBase):  # type: ignore[misc]
     """The linear method of an adapted linear: the original's result plus the routed delta."""
 
     def __init__(self, inner: Any, holder: RouteHolder, layout_index: int, part_rows: Sequence[int]) -> None:
@@ -102,14 +104,14 @@ class RoutedLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         self.inner.process_weights_after_loading(layer)
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x [T, in]`` -> ``[T, out]`` (of this rank)."""
         output: Tensor = self.inner.apply(layer, x, bias)
         if not self.holder.masks:  # a global gate above this layer: the base
             return output
         low = F.linear(x, layer.lora_A) * self.holder.masks[self.layout_index]
-        parts = zip(low.split(self.part_rows, -1), layer.lora_B, strict=True) if len(self.part_rows) > 1 else ()
-        if parts:
+        parts = zip(torch.split(low, self.part_rows, -1), layer.lora_B, strict=True)
+        if len(self.part_rows) > 1:
             return output + torch.cat([F.linear(piece, b) for piece, b in parts], dim=-1)
         return output + F.linear(low, layer.lora_B[0])
 
@@ -156,7 +158,9 @@ class _Builder:
         if spec.routing_granularity != "token":
             raise ValueError("vLLM serves token granularity only; a trajectory decision needs the whole prompt at once")
         if bad := [path for path in spec.table if path.split(".")[-2] == "experts"]:
-            raise ValueError(f"vLLM serves adapters of dense linears only, found {bad[0]}; use transformers for experts")
+            raise ValueError(
+                f"vLLM serves adapters of dense linears only, found {bad[0]}; use transformers for experts"
+            )
         self.model, self.spec, self.hidden_size = model, spec, hidden_size
         self.first_slot = len(spec.slot_names) - len(spec.adapters)
         self.loaders: dict[str, Callable[[Tensor], None]] = {}
@@ -169,7 +173,7 @@ class _Builder:
             prefix, number, inner = _split_path(path)
             layers.setdefault(f"{prefix}.{number}", {})[inner] = ranks
         shared = RouteHolder()
-        present = []
+        present: list[Any] = []
         for path in sorted(layers, key=lambda p: int(p.rsplit(".", 1)[1])):
             layer = self.model.get_submodule(path)
             if isinstance(layer, PPMissingLayer):
@@ -281,7 +285,7 @@ class _Routed:
     """Mixed in before a vLLM model class: builds the routing after it, and loads the routing's tensors itself."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **kwargs: Any) -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
+        super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)  # type: ignore[call-arg]
         config = vllm_config.model_config.hf_config
         spec = check(ExportSpec, getattr(config, CONFIG_KEY), f"{vllm_config.model_config.model} {CONFIG_KEY}")
         self._routing = _Builder(self, spec, config.hidden_size)  # type: ignore[arg-type]
@@ -308,17 +312,19 @@ class _Routed:
 
         loaded: set[str] = super().load_weights(base_weights())  # type: ignore[misc]
         if missing := set(builder.loaders) - seen:
-            raise ValueError(f"{len(missing)} routing tensors are missing, first {min(missing)}; export the folder again")
+            raise ValueError(
+                f"{len(missing)} routing tensors are missing, first {min(missing)}; export the folder again"
+            )
         return set(loaded) | set(builder.names.values())
 
 
-class TraceRoutedLlamaForCausalLM(_Routed, LlamaForCausalLM):
+class TraceRoutedLlamaForCausalLM(_Routed, LlamaForCausalLM):  # type: ignore[misc]
     """Routed Llama (SmolLM2 too)."""
 
 
-class TraceRoutedQwen3ForCausalLM(_Routed, Qwen3ForCausalLM):
+class TraceRoutedQwen3ForCausalLM(_Routed, Qwen3ForCausalLM):  # type: ignore[misc]
     """Routed Qwen3."""
 
 
-class TraceRoutedQwen3MoeForCausalLM(_Routed, Qwen3MoeForCausalLM):
+class TraceRoutedQwen3MoeForCausalLM(_Routed, Qwen3MoeForCausalLM):  # type: ignore[misc]
     """Routed Qwen3-MoE: adapters of the attention."""

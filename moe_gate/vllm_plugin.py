@@ -1,4 +1,5 @@
-"""The vLLM plugin: ``vllm serve <exported folder>`` finds our architectures through the entry point ``vllm.general_plugins``."""
+"""The vLLM plugin: ``vllm serve <exported folder>`` finds our architectures through the entry point
+``vllm.general_plugins``."""
 
 from __future__ import annotations
 
@@ -10,6 +11,4 @@ def register() -> None:
     from vllm import ModelRegistry
 
     for architecture in ARCHITECTURES:
-        ModelRegistry.register_model(
-            f"TraceRouted{architecture}", f"moe_gate.vllm_model:TraceRouted{architecture}"
-        )
+        ModelRegistry.register_model(f"TraceRouted{architecture}", f"moe_gate.vllm_model:TraceRouted{architecture}")

@@ -88,3 +88,27 @@ def random_gates(model: Any, seed: int = 0, scale: float = 1.0) -> None:
 def tokens(batch: int = 2, length: int = 9, seed: int = 0) -> torch.Tensor:
     """Token ids without the padding id."""
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<s> ' + m['role'] + ' ' + m['content'] + ' </s> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s> assistant ' }}{% endif %}"
+)
+
+
+def write_base(folder: Path, **extra: Any) -> Any:
+    """A tiny Llama with a tokenizer (words ``w7`` .. ``w63``) and a chat template, saved to ``folder``."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "</s>", "<unk>", "system", "user", "assistant", *(f"w{i}" for i in range(7, VOCAB))]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    base = llama(**extra)
+    base.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return base

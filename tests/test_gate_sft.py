@@ -21,9 +21,9 @@ from moe_gate.config import load_gate_config
 from pipeline.files import InputError
 from train import train_router_sft
 from train.chat import ChatCodec
-from train.gate_data import LabelledEpisode, adapter_name, load_gate_data
+from train.gate_data import LabelledEpisode, adapter_name, load_gate_data, mark_undecided
 from train.gate_features import FeatureSet, collect_features, common_prefix, token_labels
-from train.gate_fit import FitSettings, GateFit, batch_of, feature_scale, rows_by_episode, score_gates
+from train.gate_fit import FitSettings, GateFit, balance, batch_of, feature_scale, rows_by_episode, score_gates
 
 ROOT = Path(__file__).parent.parent
 
@@ -80,7 +80,8 @@ def test_features_with_a_shared_prefix_equal_plain_forwards(tmp_path: Path, forc
     model = routed(tmp_path)
     gm.random_gates(model)
     data = [LabelledEpisode((9,) * 20 + e.token_ids[20:], e.action_mask, e.slot, e.source) for e in episodes()]
-    labels = token_labels(data, base=0)
+    data = mark_undecided(data)
+    labels = [token_labels(episode, base=0) for episode in data]
     found = collect_features(model, data, forced=forced, batch_size=2)
     assert int((found.episode < 0).sum()) == 20 and found.hidden.shape[0] == 3
     for index, episode in enumerate(data):
@@ -102,15 +103,18 @@ def test_what_both_labels_share_is_base() -> None:
         LabelledEpisode((1, 2, 3, 9), (False,) * 4, 1, ""),
         LabelledEpisode((7, 8), (False,) * 2, 2, ""),
     ]
-    assert token_labels(data, base=0) == [[0, 0, 1, 1], [0, 0, 2], [0, 0, 1, 1], [2, 2]]
-    assert token_labels(data, base=None)[0] == [-1, -1, 1, 1]
-    assert token_labels(data, base=0, whole=True)[1] == [2, 2, 2]
+    marked = mark_undecided(data)
+    assert [token_labels(e, base=0) for e in marked] == [[0, 0, 1, 1], [0, 0, 2], [0, 0, 1, 1], [2, 2]]
+    assert token_labels(marked[0], base=None) == [-1, -1, 1, 1]
+    assert token_labels(marked[1], base=0, whole=True) == [2, 2, 2]
 
 
-def test_labels_weigh_the_same(tmp_path: Path) -> None:
-    found = collect_features(routed(tmp_path), episodes(5), forced=True)
-    totals = [float(found.weight[found.label == slot].sum()) for slot in found.label.unique().tolist()]
-    assert totals == pytest.approx([totals[0]] * len(totals))
+def test_labels_weigh_the_same() -> None:
+    features = synthetic(50)
+    features.label[:40] = 1
+    weighed = balance(features, 3)
+    totals = [float(weighed.weight[features.label == slot].sum()) for slot in (1, 2)]
+    assert totals == pytest.approx([25.0, 25.0]) and float(features.weight.sum()) == 50
 
 
 def test_action_labels_weigh_only_emitted_tokens(tmp_path: Path) -> None:
