@@ -56,7 +56,7 @@ class Audit:
         "shutil.",
         "tempfile.",
     )
-    PROCESSES = ("subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "ctypes.", "pty.")
+    PROCESSES = ("subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "pty.")
 
     def __init__(self) -> None:
         self.network: set[str] = set()

@@ -114,6 +114,7 @@ class Worker:
             folders.append(f"{INSIDE}/packages")
         if not inside:  # everything is visible where it is
             folders = sorted({str(Path(path).parent) for path, target in binds if "/modules/" in target})
+            folders += [path for path, target in binds if target.endswith("/packages")]
             file = str(source.file) if source.file is not None else None
         self._binds = {target: outside for outside, target in binds}
         self.process = sandbox.start(
@@ -130,9 +131,8 @@ class Worker:
         self._poll = select.poll()
         self._poll.register(self.process.stdout.fileno(), select.POLLIN | select.POLLHUP)
         self.gone: str | None = None
-        self.dropped: list[
-            int
-        ] = []  # environments that nobody holds any more; told to the worker with the next request
+        # environments that nobody holds any more; the worker hears of them with the next request
+        self.dropped: list[int] = []
         options: dict[str, Any] = {"file": file, "name": source.name, "modules": modules, "folders": folders}
         try:
             self.metadata = self.request("load", timeout_s=START_TIMEOUT_S, audit=audit, **options)

@@ -58,6 +58,7 @@ class Plan:
     solving: Sampling
     seed: int
     concurrency: int
+    candidates: tuple[Scenario, ...] = ()  # scenarios to measure in place of written ones, one per try
 
 
 @dataclasses.dataclass
@@ -111,6 +112,8 @@ class Synthesis:
 
     async def _write(self, record: Try, existing: Sequence[str]) -> Scenario | None:
         """A sound scenario, or None with the reasons in ``record``."""
+        if self.plan.candidates:
+            return await self._given(record, existing)
         request, _ = render(
             "swebench/scenario_synthesis.md",
             {
@@ -141,6 +144,16 @@ class Synthesis:
                 },
             ]
         return None
+
+    async def _given(self, record: Try, existing: Sequence[str]) -> Scenario | None:
+        scenario = self.plan.candidates[record.index]
+        if scenario.name in existing:
+            record.problems = [f"the name {scenario.name} is taken"]
+        else:
+            record.problems = await asyncio.to_thread(self_test, scenario, self.isolation)
+        record.outcome = "unsound"
+        record.scenario = scenario.model_dump(exclude_none=True)
+        return None if record.problems else scenario
 
     async def _judge(self, text: str, finish_reason: str, existing: Sequence[str]) -> tuple[Scenario | None, list[str]]:
         if finish_reason == "length":
@@ -269,6 +282,7 @@ def _parser() -> Parser:
     add("--model", required=True, help="model that writes")
     add("--solver-base-url", help="endpoint of the model that solves (default: --base-url)")
     add("--solver-model", help="model that solves: the one to be trained (default: --model)")
+    add("--candidates", metavar="F", help="measure the scenarios of this file in place of written ones")
     add(
         "-o",
         "--output",
@@ -297,11 +311,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 0 < args.max_pass_rate <= 1:
         raise InputError(f"--max-pass-rate {args.max_pass_rate}: expected a number above 0 and at most 1")
     isolation = sandbox.find_isolation(args.isolation)
+    candidates = tuple(load_scenarios(args.candidates)) if args.candidates else ()
+    if args.candidates and (args.output is None or Path(args.output).resolve() == Path(args.candidates).resolve()):
+        raise InputError("--candidates: give an --output that is another file; the accepted scenarios go there")
     plan = Plan(
         capability=args.capability,
         description=_description(args.capability, args.capabilities_file),
         accept=args.accept,
-        max_tries=args.max_tries,
+        max_tries=min(args.max_tries, len(candidates)) if candidates else args.max_tries,
         rollouts=args.rollouts,
         max_pass_rate=args.max_pass_rate,
         revisions=max(0, args.revisions),
@@ -310,6 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         solving=Sampling(args.temperature, args.solve_max_tokens),
         seed=args.seed,
         concurrency=args.concurrency,
+        candidates=candidates,
     )
     key = os.environ.get("VLLM_API_KEY", "")
     patience: dict[str, Any] = {"api_key": key, "timeout_s": args.timeout_s, "retries": args.retries}

@@ -232,3 +232,16 @@ def test_the_oracle_text_solves_the_game() -> None:
     spec = scenario_spec("capability_x", [scenario()], ISOLATION.kind)
     said = {"name": "respond_to_user", "arguments": {"message": oracle_text(scenario())}}
     assert play_sync(spec, spec.make_env(), scripted_agent([said]), 0).outcome == Scored(1.0)
+
+
+def test_given_candidates_are_measured_in_place_of_written_ones(server: ScriptedServer, tmp_path: Path) -> None:
+    given, output = tmp_path / "candidates.json", tmp_path / "s.json"
+    save_scenarios(
+        given, [scenario(oracle_replace="    rate = 9"), scenario(name="good_one"), scenario(name="hard_one")]
+    )
+    model = Model([], [0.5, 0.25, 0.0])
+    assert run(server, model, output, "--candidates", str(given)) == 1, "one of ten is accepted"
+    assert model.written == 0 and [r["outcome"] for r in log_of(output)] == ["unsound", "accepted", "unsolved"]
+    assert [(s.name, s.pass_rate) for s in load_scenarios(output)] == [("good_one", 0.25)]
+    with pytest.raises(InputError, match="another file"):
+        run(server, model, given, "--candidates", str(given))

@@ -91,7 +91,8 @@ def test_environment_without_oracle_fails_the_oracle_check(tmp_path: Path) -> No
 def test_a_reward_that_is_not_a_number_is_found(tmp_path: Path) -> None:
     for value in ("float('nan')", "None", "True", "'1'"):
         file = tmp_path / GOOD.name
-        file.write_text(GOOD.read_text().replace("0.5 if right else 0.0\n", f"{value} if right else 0.0\n"))
+        assert GOOD.read_text().count("0.5 if right else looked\n") == 1
+        file.write_text(GOOD.read_text().replace("0.5 if right else looked\n", f"{value} if right else looked\n"))
         assert "reward_range" in failing(run(file, seeds=10)), value
 
 
