@@ -114,6 +114,10 @@ def main() -> int:
         sys.stdout.write(
             "note: capability selection contrasts passed with failed trajectories; one side is empty here\n"
         )
+    if any(name == "toolsandbox" for _, name in plan.inputs):
+        sys.stdout.write(
+            f"note: ToolSandbox gives similarities, not verdicts; passed means >= {args.pass_threshold:g}\n"
+        )
     return 0
 
 

@@ -284,7 +284,8 @@ def test_messages_of_the_responses_api() -> None:
 @needs_files
 def test_toolsandbox(tmp_path: Path) -> None:
     run = FILES / "toolsandbox" / "scripted_run"
-    assert summarize(tmp_path, run).returncode == 0
+    done = summarize(tmp_path, run)
+    assert done.returncode == 0 and "similarities, not verdicts; passed means >= 1\n" in done.stdout
     assert counts(tmp_path) == (2, 6, 1, 0)  # 2 at 1.0; 4 partial and 2 of the 3 zeros; the third zero is an exception
     found = records(tmp_path)
     crashed = found["toolsandbox:update_contact_with_id_and_phone_number"]

@@ -31,15 +31,19 @@ def rendered(tmp_path: Path, text: str, stage: str = "capability") -> Done:
     return run_main(render_pipeline.main, write(tmp_path, text), "--stage", stage, "--output", tmp_path / "out.md")
 
 
-def test_the_published_command_writes_to_prompts_rendered() -> None:
-    config = ROOT / "configs" / "capability_selection.yaml"
-    command = [sys.executable, "render_pipeline.py", str(config), "--stage", "capability"]
+@pytest.mark.parametrize(
+    ("stage", "name"), [("capability", "capability_selection"), ("environment", "environment_generation")]
+)
+def test_the_published_commands_write_to_prompts_rendered(stage: str, name: str) -> None:
+    config = ROOT / "configs" / f"{name}.yaml"
+    command = [sys.executable, "render_pipeline.py", str(config), "--stage", stage]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 0, done.stderr
-    name = load_config(config, "capability").run_name
-    path = ROOT / "prompts" / "rendered" / f"{name}_capability.md"
+    path = ROOT / "prompts" / "rendered" / f"{load_config(config, stage).run_name}_{stage}.md"
     assert path.is_file() and str(path) in done.stdout
-    assert "rho = 0.10" in done.stdout and "k_consistency = 8" in done.stdout
+    assert ("rho = 0.10" if stage == "capability" else "hint_ratio = 0.25-0.5") in done.stdout
+    text = path.read_text()
+    assert "{{" not in text and "{%" not in text
 
 
 @pytest.mark.parametrize("benchmark", ["tau-bench", "swebench"])
