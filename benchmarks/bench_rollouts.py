@@ -348,6 +348,7 @@ def main() -> int:
     size = dataclasses.replace(SIZES[args.size], **given)
     if min(dataclasses.astuple(size)) < 1 or args.rounds < 1:
         raise InputError("every size and --rounds must be >= 1")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` ends us so; the server must go too
     result = asyncio.run(bench(args, size))
     data = {
         "schema_version": 1,
