@@ -8,6 +8,8 @@ import math
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -311,11 +313,12 @@ CASES: list[dict[str, Any]] = [
 ]
 WORKER = """
 import sys, torch
-from test_train_learner import CASES, steps_of_case
+from test_train_learner import CASES, learner_of_case, steps_of_case
 from train.distributed import join_ranks
 torch.set_num_threads(1)
 ranks, _ = join_ranks("cpu")
-results = [steps_of_case(case, reduce=ranks.sum, rank=ranks.rank, world=ranks.world) for case in CASES]
+mine = [learner_of_case(reduce=ranks.sum, rank=ranks.rank, world=ranks.world) for _ in CASES]
+results = [steps_of_case(case, *learner) for case, learner in zip(CASES, mine)]
 for weights, _ in results:
     ranks.agree(float(sum(p.double().sum() for p in weights.values())), "weights")
 if ranks.driver:
@@ -324,15 +327,55 @@ ranks.close()
 """
 
 
-def steps_of_case(case: dict[str, Any], **ranks: Any) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def learner_of_case(**ranks: Any) -> Any:
+    return tiny_learners("first", spread=0.05, lr=1e-3, **ranks)
+
+
+def steps_of_case(
+    case: dict[str, Any], model: Any, learner: Learner
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Two iterations of four optimiser steps each. Returns weights and the last metrics."""
-    model, learner = tiny_learners("first", spread=0.05, lr=1e-3, **ranks)
     config = update_config(epochs=2, groups_per_step=2, **case)
     metrics = [learner.update(items_for(model, noise=0.2), config) for _ in range(2)][-1]
     return adapter_copy(learner), metrics
 
 
-def test_two_ranks_equal_one(tmp_path: Path) -> None:
+class ThreadedSum:
+    """Sums over ranks that are threads of this process."""
+
+    def __init__(self, world: int) -> None:
+        self.slots: list[Any] = [None] * world
+        self.barrier = threading.Barrier(world, timeout=60)
+
+    def of_rank(self, rank: int) -> Any:
+        def reduce(tensor: torch.Tensor) -> torch.Tensor:
+            self.slots[rank] = tensor.clone()
+            self.barrier.wait()
+            total = sum(self.slots)
+            self.barrier.wait()
+            return tensor.copy_(total)
+
+        return reduce
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("case", CASES, ids=["several packs", "one pack"])
+def test_many_ranks_equal_one(case: dict[str, Any], world: int) -> None:
+    """Global token counts: unequal shares, or a rank without any pack, make the steps of one rank."""
+    one, metrics_one = steps_of_case(case, *learner_of_case())
+    peers = ThreadedSum(world)
+    ranks = [learner_of_case(reduce=peers.of_rank(rank), rank=rank, world=world) for rank in range(world)]
+    with ThreadPoolExecutor(world) as pool:
+        running = [pool.submit(steps_of_case, case, *rank) for rank in ranks]
+        results = [r.result() for r in running]
+    for weights, metrics in results:
+        assert largest_change(one, weights) < 1e-6
+        for key in ("loss", "entropy", "action_tokens", "grad_norm", "packed_tokens"):
+            assert metrics[key] == pytest.approx(metrics_one[key], rel=1e-5, abs=1e-6), key
+
+
+@pytest.mark.slow
+def test_two_gloo_processes_equal_one(tmp_path: Path) -> None:
     """Global counts: two gloo processes with unequal shares make the steps of one."""
     script, out = tmp_path / "worker.py", tmp_path / "two.pt"
     script.write_text(WORKER)
@@ -350,7 +393,7 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     for case, (two, metrics_two) in zip(CASES, torch.load(out), strict=True):
-        one, metrics_one = steps_of_case(case)
+        one, metrics_one = steps_of_case(case, *learner_of_case())
         assert largest_change(one, two) < 1e-6
         for key in ("loss", "entropy", "action_tokens", "grad_norm", "packed_tokens"):
             assert metrics_two[key] == pytest.approx(metrics_one[key], rel=1e-5, abs=1e-6), key
