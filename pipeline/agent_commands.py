@@ -74,7 +74,7 @@ def _claude(request: Request) -> Launch:
 
 def _codex(request: Request) -> Launch:
     program = _program("codex", "install the Codex CLI, or name another agent")
-    command = [program, "exec", "--json", "--full-auto", "--skip-git-repo-check"]
+    command = [program, "exec", "--json", "--sandbox", "workspace-write", "--skip-git-repo-check"]
     command += ["--model", request.model] if request.model else []
     notes = ("codex reports tokens, not cost: only the time limit is enforced",) if request.cost_limit else ()
     return Launch((*command, *request.extra, "-"), stdin=True, notes=notes)
