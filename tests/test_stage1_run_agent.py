@@ -283,6 +283,7 @@ def test_command_lines_of_known_agents(tmp_path: Path, monkeypatch: pytest.Monke
     assert "--max-budget-usd" in claude.command and "2.5" in claude.command and claude.command[-1] == "--extra"
     codex = launch("codex", request)
     assert codex.command[1] == "exec" and codex.command[-1] == "-" and codex.stdin and codex.notes
+    assert codex.command[codex.command.index("--sandbox") + 1] == "workspace-write"
     mini = launch("mini-swe-agent", request)
     assert not mini.stdin and mini.command[-2:] == ("--task", "do it") and mini.trajectory is not None
     assert "--cost-limit" in mini.command
