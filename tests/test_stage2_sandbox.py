@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import sandbox
+from pipeline.check_sandbox import ATTACKS, Attack, attempt
 from pipeline.files import InputError
 from pipeline.sandbox import PYTHON, Finished, Isolation, Limits, find_isolation, kill, run, start
 
@@ -357,3 +358,27 @@ def test_the_weaker_kind_does_not_wait_for_a_daemon_that_holds_the_pipes() -> No
     code = "import os, time\nif os.fork() == 0:\n    os.setsid(); time.sleep(8); os._exit(0)\nprint('done')"
     finished = attack(code, isolation=WEAK)
     assert finished.stdout == b"done\n" and finished.seconds < 6
+
+
+# --------------------------------------------------------------------------- the table for users
+
+
+@needs_bwrap
+@pytest.mark.parametrize("one", ATTACKS, ids=lambda a: a.name)
+def test_attacks_of_the_table_are_held(one: Attack) -> None:
+    held, finished = attempt(one, find_isolation("bwrap"))
+    assert held, finished
+
+
+@pytest.mark.parametrize("name", ["read secrets", "network", "see processes"])
+def test_the_table_shows_what_the_weaker_kind_does_not_hold(name: str) -> None:
+    """An attack that cannot succeed anywhere would prove nothing."""
+    one = next(a for a in ATTACKS if a.name == name)
+    held, finished = attempt(one, WEAK)
+    assert not held and b"BREACH" in finished.stdout
+
+
+@pytest.mark.parametrize("one", [a for a in ATTACKS if not a.harmless], ids=lambda a: a.name)
+def test_harmful_attacks_are_never_tried_without_a_sandbox(one: Attack) -> None:
+    with pytest.raises(ValueError, match="behind bwrap only"):
+        attempt(one, WEAK)
