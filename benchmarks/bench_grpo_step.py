@@ -342,7 +342,7 @@ def run_attention(preset: Preset, device: str) -> dict[str, Any]:
     )
     grad = torch.randn_like(q)
     start = time.perf_counter()
-    mask = tree_mask(pack.subtree_end, torch.device(device), torch.bfloat16, 4)
+    mask = tree_mask(pack.subtree_end, torch.device(device), 4)
     result: dict[str, Any] = {"mask_ms": (time.perf_counter() - start) * 1e3}
     forward = lambda: tree_attention(q, k, v, mask, dim**-0.5)  # noqa: E731
     result["flex"] = both_passes(forward, grad)

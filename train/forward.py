@@ -88,7 +88,7 @@ def _hidden_of_rows(base: Any, pack: Pack, rows: torch.Tensor, checkpoint: str) 
     if refusal(base) is None:
         config = base.config.get_text_config()
         groups = config.num_attention_heads // config.num_key_value_heads
-        mask = tree_mask(pack.subtree_end, device, base.dtype, groups)
+        mask = tree_mask(pack.subtree_end, device, groups)
         layers = layers_to_checkpoint(base, pack.n_tokens, checkpoint) if torch.is_grad_enabled() else 0
         return decode(base, input_ids, position_ids, mask, rows, layers)
     dense = None if pack.is_chain else pack.attention_mask().to(device)

@@ -14,14 +14,15 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 FLEX_BLOCK = 128
-CPU_TILE = 128
+CPU_TILE = 96  # rows; measured flat between 64 and 128
+KEPT_WEIGHTS = 2**23  # of the softmax, per layer: 16 MiB in bf16
 
 _flex = torch.compile(flex_attention)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Rows [start, end) of a pack, the keys [K] that they may see and the mask [1, 1, groups * rows, K] (0 or -inf)."""
+    """Rows [start, end) of a pack, the keys [K] that they may see and the mask [groups * rows, K] (0 or -inf, fp32)."""
 
     start: int
     end: int
@@ -37,9 +38,7 @@ class TreeMask:
     tiles: tuple[Tile, ...] = ()
 
 
-def tree_mask(
-    subtree_end: torch.Tensor, device: torch.device, dtype: torch.dtype, query_groups: int, tile: int = CPU_TILE
-) -> TreeMask:
+def tree_mask(subtree_end: torch.Tensor, device: torch.device, query_groups: int, tile: int = CPU_TILE) -> TreeMask:
     """The mask of a pack.
 
     Args:
@@ -49,7 +48,7 @@ def tree_mask(
         return TreeMask()
     if device.type == "cuda":
         return TreeMask(block_mask=block_mask(subtree_end, device))
-    return TreeMask(tiles=_tiles(subtree_end, dtype, query_groups, tile))
+    return TreeMask(tiles=_tiles(subtree_end, query_groups, tile))
 
 
 # ---------------------------------------------------------------------- GPU
@@ -88,7 +87,7 @@ def _block_lists(blocks: torch.Tensor, device: torch.device) -> tuple[torch.Tens
 # ---------------------------------------------------------------------- CPU
 
 
-def _tiles(subtree_end: torch.Tensor, dtype: torch.dtype, groups: int, size: int) -> tuple[Tile, ...]:
+def _tiles(subtree_end: torch.Tensor, groups: int, size: int) -> tuple[Tile, ...]:
     n = len(subtree_end)
     tiles = []
     for start in range(0, n, size):
@@ -96,60 +95,72 @@ def _tiles(subtree_end: torch.Tensor, dtype: torch.dtype, groups: int, size: int
         keys = torch.cat([torch.nonzero(subtree_end[:start] > start)[:, 0], torch.arange(start, end)])
         rows = torch.arange(start, end)[:, None]
         seen = (keys <= rows) & (rows < subtree_end[keys])
-        bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
-        tiles.append(Tile(start, end, keys, bias.repeat(groups, 1)[None, None]))
+        bias = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+        tiles.append(Tile(start, end, keys, bias.repeat(groups, 1)))
     return tuple(tiles)
 
 
 class _TiledAttention(torch.autograd.Function):
-    """The flash kernel per tile. Query heads that share a key head are folded into the rows, so keys are never repeated."""
+    """softmax attention tile by tile; query heads that share a key head are folded into the rows, so keys are never repeated.
+
+    The softmax weights are kept for backward while they are small, else computed again.
+    """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tiles: tuple[Tile, ...], scale: float
     ) -> torch.Tensor:
         out = torch.empty_like(query)
-        ctx.tiles, ctx.scale, kept = tiles, scale, []
+        keep = query.shape[1] * sum((t.end - t.start) * len(t.keys) for t in tiles) <= KEPT_WEIGHTS
+        kept = []
         for tile in tiles:
-            part, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                _fold(query, tile, key.shape[1]), _pick(key, tile), _pick(value, tile), attn_mask=tile.bias, scale=scale
-            )
-            out[tile.start : tile.end] = _unfold(part, tile)
-            kept += [part, log_sum]
-        ctx.save_for_backward(query, key, value, *kept)
+            weights = _weights(query, key, tile, scale)
+            out[tile.start : tile.end] = _unfold(torch.bmm(weights, _pick(value, tile)), tile)
+            if keep:
+                kept.append(weights)
+        ctx.tiles, ctx.scale = tiles, scale
+        ctx.save_for_backward(query, key, value, out, *kept)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        query, key, value, *kept = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, out, *kept = ctx.saved_tensors
         grad_query = torch.empty_like(query)
         grad_key = torch.zeros_like(key, dtype=torch.float32)
         grad_value = torch.zeros_like(grad_key)
-        for tile, part, log_sum in zip(ctx.tiles, kept[::2], kept[1::2], strict=True):
-            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _fold(grad, tile, key.shape[1]), _fold(query, tile, key.shape[1]), _pick(key, tile), _pick(value, tile),
-                part, log_sum, 0.0, False, attn_mask=tile.bias, scale=ctx.scale,
-            )  # fmt: skip
-            grad_query[tile.start : tile.end] = _unfold(grads[0], tile)
-            grad_key.index_add_(0, tile.keys, grads[1][0].transpose(0, 1).float())
-            grad_value.index_add_(0, tile.keys, grads[2][0].transpose(0, 1).float())
+        mean = (grad.float() * out.float()).sum(-1, keepdim=True)  # = sum over keys of weight * its derivative
+        for index, tile in enumerate(ctx.tiles):
+            weights = kept[index] if kept else _weights(query, key, tile, ctx.scale)
+            upstream = _fold(grad, tile, key.shape[1])
+            grad_weights = torch.bmm(upstream, _pick(value, tile).transpose(1, 2)).float()
+            grad_scores = grad_weights.sub_(_fold(mean, tile, key.shape[1])).mul_(weights).mul_(ctx.scale).to(query.dtype)
+            grad_query[tile.start : tile.end] = _unfold(torch.bmm(grad_scores, _pick(key, tile)), tile)
+            of_key = torch.bmm(grad_scores.transpose(1, 2), _fold(query, tile, key.shape[1]))
+            grad_key.index_add_(0, tile.keys, of_key.transpose(0, 1).float())
+            grad_value.index_add_(0, tile.keys, torch.bmm(weights.transpose(1, 2), upstream).transpose(0, 1).float())
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
 
 
+def _weights(query: torch.Tensor, key: torch.Tensor, tile: Tile, scale: float) -> torch.Tensor:
+    """Softmax weights [kv_heads, groups * rows, K] of a tile, in the dtype of ``query``."""
+    scores = torch.bmm(_fold(query, tile, key.shape[1]), _pick(key, tile).transpose(1, 2)).float()
+    return torch.softmax(scores.mul_(scale).add_(tile.bias), dim=-1).to(query.dtype)
+
+
 def _fold(x: torch.Tensor, tile: Tile, kv_heads: int) -> torch.Tensor:
-    """[T, heads, dim] -> [1, kv_heads, groups * rows, dim] of the tile's rows."""
+    """[T, heads, dim] -> [kv_heads, groups * rows, dim] of the tile's rows."""
     rows = x[tile.start : tile.end].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-    return rows.reshape(1, kv_heads, -1, x.shape[-1])
+    return rows.reshape(kv_heads, -1, x.shape[-1])
 
 
 def _unfold(x: torch.Tensor, tile: Tile) -> torch.Tensor:
     """The inverse of ``_fold``: [rows, heads, dim]."""
-    return x[0].unflatten(1, (-1, tile.end - tile.start)).permute(2, 0, 1, 3).flatten(1, 2)
+    return x.unflatten(1, (-1, tile.end - tile.start)).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _pick(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """[T, kv_heads, dim] -> [1, kv_heads, K, dim] of the tile's keys."""
-    return x[tile.keys].transpose(0, 1)[None]
+    """[T, kv_heads, dim] -> [kv_heads, K, dim] of the tile's keys."""
+    return x[tile.keys].transpose(0, 1)
 
 
 # ---------------------------------------------------------------------- both
