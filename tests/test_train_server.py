@@ -1,0 +1,247 @@
+"""The training command against servers: a scripted one that runs the tiny model, and a real vLLM."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import start_vllm, stop_group, wait_for_health
+from tiny_models import tiny_model_folder
+from tiny_server import TinyServer
+from train_runs import Runs, error_line
+
+from pipeline.files import InputError, ServerError
+from train.grpo import Trainer
+from train.vllm_pool import PoolTimes
+
+FAST = PoolTimes(request_s=5.0, probe_every_s=0.05, probe_timeout_s=0.3, patience_s=0.4, backoff_s=0.01)
+GAME = "--game capability_digits"
+ALL_PATHS = ("/v1/completions", "/v1/models", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/health")
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_folder(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def server(model_folder: Path) -> Iterator[TinyServer]:
+    with TinyServer(model_folder) as running:
+        yield running
+
+
+@pytest.fixture
+def runs(server: TinyServer, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    torch.set_num_threads(1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("VLLM_BASE_URLS", server.url)
+    monkeypatch.delenv("VLLM_MODEL", raising=False)
+    monkeypatch.setattr("train.engines.times_from_env", lambda _: FAST)
+    import train_games  # noqa: F401 - registers the environments
+
+    return Runs(model_folder, tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every delivery of the run."""
+    seen: list[Any] = []
+    original = Trainer.run
+
+    async def run(self: Trainer) -> None:
+        try:
+            await original(self)
+        finally:
+            seen.extend(self.delivery.reports)
+
+    monkeypatch.setattr(Trainer, "run", run)
+    return seen
+
+
+# ------------------------------------------------------------------------ delivery
+
+
+def test_new_weights_reach_the_server_under_new_names(runs: Runs, server: TinyServer, reports: list[Any]) -> None:
+    """On-policy through HTTP: each iteration samples the newest version, whose log-probs are the trainer's own."""
+    runs("r", GAME, "--max-iters 5 --rollout-log --lr 3e-2")
+    metrics = runs.iterations("r", "digits")
+    assert len(metrics) == 5 and all(m["mismatch_max_abs"] < 1e-3 for m in metrics)
+    assert all(m["deliver_s"] > 0 for m in metrics)
+    for iteration in range(1, 6):
+        text = (runs.tmp / "r/rollouts" / f"digits_{iteration:06d}.jsonl").read_text()
+        used = {json.loads(line)["adapter"] for line in text.splitlines()}
+        assert used == {None if iteration == 1 else f"digits@v{iteration - 1}"}
+    loads = [body["lora_name"] for body in server.calls("/v1/load_lora_adapter")]
+    assert loads == [f"digits@v{k}" for k in range(1, 6)]
+    assert server.adapters == {}, "versions that nobody uses any more are still on the server"
+    assert len(list((runs.tmp / "r/adapters").iterdir())) <= 3
+    assert [r.name for r in reports] == loads
+    assert all(r.canary.resolved and r.canary.error_new < 1e-3 < r.canary.error_old for r in reports)
+
+
+def test_old_versions_do_not_pile_up(runs: Runs, server: TinyServer) -> None:
+    """Two versions, and for a moment the one that is being unloaded."""
+    most = 0
+
+    def completion(prompt: list[int], body: dict[str, Any]) -> list[int]:
+        nonlocal most
+        most = max(most, len(server.adapters))
+        return server._sample(prompt, body)
+
+    server.completion = completion
+    runs("r", GAME, "--max-iters 6")
+    assert 2 <= most <= 3
+
+
+def test_two_capabilities_on_one_server(runs: Runs, server: TinyServer) -> None:
+    runs("r", "--capabilities capability_printable,capability_digits --max-iters 3")
+    for name in ("printable", "digits"):
+        metrics = runs.iterations("r", name)
+        assert len(metrics) == 3 and all(m["mismatch_max_abs"] < 1e-3 for m in metrics)
+    assert {f"{n}@v{k}" for n in ("printable", "digits") for k in (1, 2)} <= set(server.loaded)
+
+
+def test_a_server_that_never_applies_the_adapter_is_found(runs: Runs, server: TinyServer) -> None:
+    """The canary: its log-probs stay those of the old weights. Stopped at the first delivery, with both numbers."""
+    server.deaf = True
+    with pytest.raises(
+        ServerError, match=r"does not run digits@v1: .* new weights by 0\.\d+ and from the old ones by 0\.0"
+    ):
+        runs("r", GAME, "--max-iters 9 --lr 3e-2")
+    assert runs.checkpoints("r", "digits") == ["iter_000001"]
+    assert len(runs.iterations("r", "digits")) == 1
+    server.deaf = False
+    runs("r", GAME, "--max-iters 3 --lr 3e-2 --resume")
+    assert [m["iteration"] for m in runs.iterations("r", "digits")] == [1, 2, 3]
+
+
+def test_a_server_without_run_time_lora_is_refused_with_the_remedy(runs: Runs, server: TinyServer) -> None:
+    server.lora_enabled = False
+    with pytest.raises(InputError, match="--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"):
+        runs("r", GAME, "--max-iters 2")
+    assert runs.checkpoints("r", "digits") == ["iter_000001"]  # the update that was done is kept
+
+
+# ------------------------------------------------------------------------ servers that fail
+
+
+def test_no_server_at_the_start(runs: Runs, server: TinyServer) -> None:
+    server.stop()
+    with pytest.raises(ServerError, match="no vLLM server answers"):
+        runs("r", GAME, "--max-iters 2")
+    assert runs.checkpoints("r", "digits") == []
+
+
+def die_after(server: TinyServer, n: int) -> None:
+    """From the n-th completion on every connection breaks."""
+    original, count = server.completion, [0]
+
+    def completion(prompt: list[int], body: dict[str, Any]) -> list[int]:
+        count[0] += 1
+        if count[0] == n:
+            server.fail_paths, server.fail = ALL_PATHS, "refuse"
+        return original(prompt, body)
+
+    server.completion = completion
+
+
+def test_a_server_that_dies_midway_stops_the_run_and_resume_goes_on(runs: Runs, server: TinyServer) -> None:
+    die_after(server, 12 * 2 + 12)  # after the second iteration
+    with pytest.raises(ServerError):
+        runs("r", GAME, "--max-iters 6 --save-every 100")
+    done = len(runs.iterations("r", "digits"))
+    assert 1 <= done <= 4 and runs.checkpoints("r", "digits") == [f"iter_{done:06d}"]
+    server.fail = None
+    server.completion = server._sample
+    server.adapters.clear()  # it was restarted
+    runs("r", GAME, "--max-iters 6 --save-every 100 --resume")
+    metrics = runs.iterations("r", "digits")
+    assert [m["iteration"] for m in metrics] == [1, 2, 3, 4, 5, 6]
+    assert all(m["mismatch_max_abs"] < 1e-3 for m in metrics)
+    names = [b["lora_name"] for b in server.calls("/v1/load_lora_adapter")]
+    assert names[-1] == "digits@v6" and sorted(set(names)) == [f"digits@v{k}" for k in range(1, 7)]
+
+
+def test_a_second_server_takes_the_work_of_a_dead_one(
+    runs: Runs, server: TinyServer, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TinyServer(model_folder) as other:
+        monkeypatch.setenv("VLLM_BASE_URLS", f"{server.url},{other.url}")
+        die_after(server, 15)
+        runs("r", GAME, "--max-iters 4")
+        metrics = runs.iterations("r", "digits")
+        assert len(metrics) == 4 and all(m["errors"] == 0.0 and m["mismatch_max_abs"] < 1e-3 for m in metrics)
+        assert "digits@v3" in other.loaded
+
+
+def test_nonsense_is_typed(runs: Runs, server: TinyServer) -> None:
+    server.fail = "garbage"
+    with pytest.raises(ServerError, match="no rollout could be scored"):
+        runs("r", GAME, "--max-iters 2")
+
+
+# ------------------------------------------------------------------------ a real server
+
+
+def served(url: str) -> list[str]:
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
+        return [m["id"] for m in json.load(answer)["data"]]
+
+
+REAL = "--group-size 4 --groups-per-batch 4 --lora-rank 8 --lr 1e-3 --dtype bfloat16 --max-seq-length 512"
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_two_iterations_through_a_real_server(
+    vllm_server: str, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reports: list[Any]
+) -> None:
+    """The published command with VLLM_BASE_URLS: the adapter is delivered, its log-probs follow the trainer's."""
+    runs = Runs(smollm2, tmp_path, monkeypatch)
+    monkeypatch.setenv("VLLM_BASE_URLS", vllm_server)
+    runs("r", "--game capability_structured_data_reasoning", REAL, "--max-iters 2 --rollout-log")
+    name = "structured_data_reasoning"
+    metrics = runs.iterations("r", name)
+    assert [m["iteration"] for m in metrics] == [1, 2]
+    assert all(m["mismatch_mean_abs"] < 0.1 and m["mismatch_outside"] < 0.02 for m in metrics if "loss" in m)
+    assert [r.name for r in reports] == [f"{name}@v1", f"{name}@v2"][: len(reports)] and reports
+    for report in reports:
+        assert report.canary is not None and not report.canary.wrong and report.canary.moved > 0
+    text = (tmp_path / f"r/rollouts/{name}_000002.jsonl").read_text()
+    assert {json.loads(line)["adapter"] for line in text.splitlines()} == {f"{name}@v1"}
+    assert not [m for m in served(vllm_server) if "@v" in m]
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_a_real_server_that_is_killed(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit 2 with one line, a checkpoint, and --resume on a new server goes on."""
+    runs = Runs(smollm2, tmp_path, monkeypatch)
+    flags = ("--game capability_structured_data_reasoning", REAL, "--max-iters 3 --save-every 1")
+    process, url = start_vllm(smollm2, tmp_path / "server.log")
+    try:
+        wait_for_health(process, url, tmp_path / "server.log")
+        extra = {"VLLM_BASE_URLS": url, "VLLM_TIMEOUT_S": "30"}
+        training = runs.start("r", *flags, **extra)
+        while training.poll() is None and not runs.checkpoints("r", "structured_data_reasoning"):
+            pass
+    finally:
+        stop_group(process)
+    _, err = training.communicate(timeout=240)
+    assert training.returncode == 2 and error_line(err), err[-2000:]
+    assert runs.checkpoints("r", "structured_data_reasoning")
+    process, url = start_vllm(smollm2, tmp_path / "again.log")
+    try:
+        wait_for_health(process, url, tmp_path / "again.log")
+        monkeypatch.setenv("VLLM_BASE_URLS", url)
+        runs("r", *flags, "--resume")
+    finally:
+        stop_group(process)
+    assert [m["iteration"] for m in runs.iterations("r", "structured_data_reasoning")] == [1, 2, 3]
+    shutil.rmtree(tmp_path / "r/adapters")
