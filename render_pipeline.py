@@ -4,8 +4,8 @@
     python render_pipeline.py configs/environment_generation.yaml --stage environment
 
 Writes prompts/rendered/<run_name>_<stage>.md and lists what was filled. An unknown key, a missing value and a
-variable of
-the template without a value are errors. Numbers are written as they stand in the configuration: 0.10 stays 0.10.
+variable of the template without a value are errors. Numbers are written as they stand in the configuration: 0.10
+stays 0.10.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Summarize result files of a benchmark for stage 1.
 
     python pipeline/_summarize.py --input results.json --output summaries.json
-    python pipeline/_summarize.py --input run_folder preds.json report.json --output summaries.json --blind-output
-    blind.json
+    python pipeline/_summarize.py --input run_folder preds.json --output summaries.json --blind-output blind.json
 
 Formats (detected): tau2, tau-bench, mini-swe-agent and SWE-agent joined with SWE-bench reports and predictions,
 ToolSandbox, Inspect, OpenAI messages (JSON, JSONL), our rollouts. Memory does not grow with the input.

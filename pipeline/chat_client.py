@@ -1,8 +1,8 @@
 """Requests to an OpenAI-compatible chat endpoint whose answers must be JSON of a given schema.
 
 Servers fail in ways that pass (429, 5xx, time-outs, torn connections: retried with growing pauses) and in ways that
-do not (a wrong
-key, an unknown model: reported at once). An answer that violates the schema is asked for again; it is never repaired.
+do not (a wrong key, an unknown model: reported at once). An answer that violates the schema is asked for again; it is
+never repaired.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
 """Labels by a benchmark's own checks, without a model.
 
 A checks module has ``CANDIDATES`` (a list of ``{"name", "description"}``) and ``capability_checks(seed, messages)``,
-which gives
-each capability ``NA``, ``PRESENT`` or ``LACKING`` for one finished episode, from the task and the transcript, never
-from the outcome.
+which gives each capability ``NA``, ``PRESENT`` or ``LACKING`` for one finished episode, from the task and the
+transcript, never from the outcome.
 
 What N runs mean here. The checks are deterministic, so N runs over the same trajectories are N equal files; that is
-what
-is written, and each run says so (``labeler.deterministic``). K-of-N is then met or missed by all runs at once and
-measures
-nothing about the labeller, which has no noise to measure. The uncertainty that remains is which episodes were
-sampled; the
-bootstrap over trajectories in the selection report measures it. Giving each run other episodes would break the rule
-that all runs speak of the same ids.
+what is written, and each run says so (``labeler.deterministic``). K-of-N is then met or missed by all runs at once
+and measures nothing about the labeller, which has no noise to measure. The uncertainty that remains is which episodes
+were sampled; the bootstrap over trajectories in the selection report measures it. Giving each run other episodes
+would break the rule that all runs speak of the same ids.
 """
 
 from __future__ import annotations

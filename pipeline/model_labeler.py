@@ -1,9 +1,8 @@
 """Labels by a model behind an OpenAI-compatible endpoint: independent runs, blind, with checked quotes, resumable.
 
 Every (run, trajectory) is one request with a fresh context (more when the trajectory is chunked). A run has its own
-seed, order of
-capabilities and order of trajectories. Answers go to a log as they come; after a kill the same command goes on where it
-stopped and asks nothing twice.
+seed, order of capabilities and order of trajectories. Answers go to a log as they come; after a kill the same command
+goes on where it stopped and asks nothing twice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Verdicts of SWE-bench runs: harness reports (keyed or flat), run summaries and predictions, joined by instance id.
 
 "Submitted" is not a verdict. Ids under error or incomplete are infrastructure; they are in neither resolved nor
-unresolved.
-An instance that appears in predictions or reports without a trajectory still becomes a record: errors must not vanish.
+unresolved. An instance that appears in predictions or reports without a trajectory still becomes a record: errors
+must not vanish.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """tau2-bench: one results.json, or results.json beside simulations/*.json, or a single rollout of NeMo Gym.
 
 ``reward_info`` null is an infrastructure error (outside every rate); ``reward_info`` with a reward and nothing else
-is an
-episode that ended early (max_steps, too_many_errors) and counts as failed. Voice runs have audio ticks and no
+is an episode that ended early (max_steps, too_many_errors) and counts as failed. Voice runs have audio ticks and no
 messages: their outcomes are read, but nobody can label them. ``llm_args`` are never read: they hold keys.
 """
 

@@ -1,8 +1,8 @@
 """ToolSandbox: result_summary.json, with trajectories/<scenario>/conversation.json beside it.
 
 There is no pass/fail field: the similarity is a float (correct runs often score 0.8-0.95 because part of it is
-ROUGE), so
-what counts as passed is ``--pass-threshold``. A scenario that raised has similarity 0 and is infrastructure.
+ROUGE), so what counts as passed is ``--pass-threshold``. A scenario that raised has similarity 0 and is
+infrastructure.
 """
 
 from __future__ import annotations
