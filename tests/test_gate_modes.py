@@ -1,4 +1,4 @@
-"""Other modes than token-level per-layer routing, and the machinery around a forward: checkpointing, compiling, masks."""
+"""Modes other than token-level per-layer routing, and what surrounds a forward: checkpointing, compiling, masks."""
 
 from __future__ import annotations
 

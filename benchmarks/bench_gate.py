@@ -1,0 +1,312 @@
+"""What routing costs: against one adapter, against peft's mixtures, and in stock vLLM.
+
+    python benchmarks/bench_gate.py --model models/smollm2 --size cpu --out gate.json      # two cores, minutes
+    python benchmarks/bench_gate.py --shape qwen3-4b --size gpu --out gate.json            # one GPU, random weights
+
+Ratios in the JSON (times are medians over interleaved repetitions, so that a busy machine slows both sides alike):
+
+    routed_over_one_lora_hf       forward, routed / peft with one adapter of the same rank             target <= 1.15
+    peft_mixture_over_routed_hf   peft Arrow (token-level top-1 over the same adapters) / routed       target >= 4
+    peft_loop_over_routed_hf      peft with all adapters active (its loop, no router) / routed
+    routed_over_one_lora_vllm     tokens/s, routed / stock vLLM with one LoRA                          target >= 0.9
+    base_over_routed_vllm         tokens/s, base / routed                                              target <= 1.3
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import gc
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from pipeline.files import InputError, run_cli, write_json
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    batch: int
+    tokens: int
+    decode_steps: int
+    repetitions: int
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+SIZES = {
+    "tiny": Size(2, 32, 3, 2, 4, 32, 8),
+    "cpu": Size(4, 256, 10, 5, 16, 128, 64),
+    "gpu": Size(8, 2048, 50, 10, 256, 512, 256),
+}
+VLLM_KINDS = ("base", "one_lora", "routed")
+
+
+def prepare(args: argparse.Namespace, work: Path) -> Path:
+    """The base folder with weights, ``args.adapters`` random adapters and an exported routed model under ``work``."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from moe_gate import build_capability_model, gater_parameters, save_gate
+    from moe_gate.export import export
+
+    torch.manual_seed(0)
+    dtype = getattr(torch, args.dtype)
+    base_folder = work / "base"
+    if args.model:
+        base_folder = Path(args.model).resolve()
+        base = AutoModelForCausalLM.from_pretrained(base_folder, dtype=dtype)
+    else:
+        script = Path(__file__).parent / "shape_model.py"
+        subprocess.run([sys.executable, str(script), "--shape", args.shape, "--out", str(base_folder)], check=True)
+        with torch.device(args.device):
+            base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base_folder), dtype=dtype)
+        base.save_pretrained(base_folder)
+    targets = args.targets.split(",")
+    adapters = {f"a{i}": str(work / f"a{i}") for i in range(args.adapters)}
+    model = get_peft_model(base, LoraConfig(r=args.rank, lora_alpha=args.rank, target_modules=targets))
+    for folder in adapters.values():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data.normal_(0, 0.01)
+        model.save_pretrained(folder)
+    routed = build_capability_model(model.unload(), adapters)
+    for parameter in gater_parameters(routed):  # random gates: every slot is used
+        parameter.data.normal_(0, 1.0) if parameter.ndim == 2 else parameter.data.zero_()
+    save_gate(routed, work / "gate", str(base_folder))
+    del base, model, routed
+    gc.collect()
+    export(str(work / "gate"), work / "routed")
+    return base_folder
+
+
+def synchronise(device: str) -> None:
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def timed(run: Callable[[], Any], device: str) -> float:
+    """Seconds of one call."""
+    synchronise(device)
+    begin = time.perf_counter()
+    run()
+    synchronise(device)
+    return time.perf_counter() - begin
+
+
+def interleaved(runs: dict[str, Callable[[], Any]], repetitions: int, device: str) -> dict[str, float]:
+    """Median seconds of each call, after one warm-up, in turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    for _ in range(repetitions):
+        for name, run in runs.items():
+            seconds[name].append(timed(run, device))
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def measure_hf(args: argparse.Namespace, size: Size, work: Path, base_folder: Path) -> dict[str, Any]:
+    """Forward times and memory in transformers."""
+    import torch
+    from peft import ArrowConfig, PeftModel, create_arrow_model
+    from transformers import AutoModelForCausalLM
+
+    from moe_gate import load_routed, trace_routes
+
+    dtype, device = getattr(torch, args.dtype), args.device
+    paths = [str(work / f"a{i}") for i in range(args.adapters)]
+
+    def base() -> Any:
+        return AutoModelForCausalLM.from_pretrained(base_folder, dtype=dtype).to(device).eval()
+
+    makers: dict[str, Callable[[], Any]] = {
+        "base": base,
+        "one_lora": lambda: PeftModel.from_pretrained(base(), paths[0], autocast_adapter_dtype=False).eval(),
+        "routed": lambda: load_routed(work / "gate").to(device),
+        "peft_loop": lambda: all_active(base(), paths),
+        "peft_arrow": lambda: create_arrow_model(
+            base(), paths, ArrowConfig(top_k=1), autocast_adapter_dtype=False
+        ).eval(),
+    }
+    models = {name: maker() for name, maker in makers.items()}
+    vocabulary = models["base"].config.vocab_size
+    ids = torch.randint(10, vocabulary, (size.batch, size.tokens), device=device)
+    with torch.no_grad():
+        prefill = interleaved(
+            {n: lambda m=m: m(input_ids=ids, logits_to_keep=1, use_cache=False) for n, m in models.items()},
+            size.repetitions,
+            device,
+        )
+        decode = interleaved(
+            {n: decoder(m, ids, size.decode_steps) for n, m in models.items()}, size.repetitions, device
+        )
+    used = trace_routes(models["routed"], ids[0].tolist()).unique().tolist()
+    memory = {
+        n: sum(p.numel() * p.element_size() for p in m.parameters()) for n, m in models.items() if n != "peft_arrow"
+    }
+    return {
+        "prefill_s": prefill,
+        "decode_s": {name: value / size.decode_steps for name, value in decode.items()},
+        "routed_over_one_lora_hf": prefill["routed"] / prefill["one_lora"],
+        "routed_over_one_lora_hf_decode": decode["routed"] / decode["one_lora"],
+        "peft_mixture_over_routed_hf": prefill["peft_arrow"] / prefill["routed"],
+        "peft_mixture_over_routed_hf_decode": decode["peft_arrow"] / decode["routed"],
+        "peft_loop_over_routed_hf": prefill["peft_loop"] / prefill["routed"],
+        "routed_over_base_hf": prefill["routed"] / prefill["base"],
+        "slots_used": used,
+        "memory_overhead_over_adapters": (memory["routed"] - memory["base"])
+        / (args.adapters * (memory["one_lora"] - memory["base"])),
+    }
+
+
+def all_active(base: Any, paths: list[str]) -> Any:
+    """peft with every adapter active: what its layers do for a mixture, one adapter after the other."""
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(base, paths[0], adapter_name="a0", autocast_adapter_dtype=False)
+    for i, path in enumerate(paths[1:], 1):
+        model.load_adapter(path, adapter_name=f"a{i}", autocast_adapter_dtype=False)
+    model.base_model.set_adapter([f"a{i}" for i in range(len(paths))])
+    return model.eval()
+
+
+def decoder(model: Any, ids: Any, steps: int) -> Callable[[], Any]:
+    """``steps`` single-token forwards behind a filled cache."""
+    cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+
+    def run() -> None:
+        own = copy.deepcopy(cache)
+        for _ in range(steps):
+            model(input_ids=ids[:, :1], past_key_values=own, use_cache=True)
+
+    return run
+
+
+def vllm_worker(args: argparse.Namespace, size: Size) -> dict[str, float]:
+    """In a process of its own: tokens/s of one kind of model."""
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    work, kind = Path(args.work), args.worker
+    model = str(work / "routed") if kind == "routed" else args.base_folder
+    options: dict[str, Any] = (
+        {"enable_lora": True, "max_loras": 1, "max_lora_rank": args.rank} if kind == "one_lora" else {}
+    )
+    llm = LLM(
+        model, dtype=args.dtype, max_model_len=size.prompt_tokens + size.output_tokens + 16, enforce_eager=args.enforce_eager,
+        max_num_seqs=min(size.requests, 256), enable_prefix_caching=False, **options,
+    )  # fmt: skip
+    lora = LoRARequest("a0", 1, str(work / "a0")) if kind == "one_lora" else None
+    params = SamplingParams(temperature=1.0, max_tokens=size.output_tokens, ignore_eos=True, seed=0, detokenize=False)
+    prompts: Any = [
+        {"prompt_token_ids": [(7 * i + 31 * j) % 40_000 + 10 for j in range(size.prompt_tokens)]}
+        for i in range(size.requests)
+    ]
+    llm.generate(prompts[:4], params, lora_request=lora, use_tqdm=False)
+    rates = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        outputs = llm.generate(prompts, params, lora_request=lora, use_tqdm=False)
+        rates.append(sum(len(o.outputs[0].token_ids) for o in outputs) / (time.perf_counter() - begin))
+    return {"tokens_per_s": statistics.median(rates)}
+
+
+def measure_vllm(args: argparse.Namespace, work: Path, base_folder: Path) -> dict[str, Any]:
+    """Throughput of base, one LoRA and the routed model, each in a fresh process.
+
+    Raises:
+        InputError: a worker died; its last lines are in the message.
+    """
+    rates = {}
+    for kind in VLLM_KINDS:
+        result = work / f"{kind}.json"
+        command = [sys.executable, __file__, *sys.argv[1:], "--worker", kind, "--work", str(work)]
+        command += ["--base-folder", str(base_folder), "--out", str(result)]
+        env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode or not result.exists():
+            raise InputError(f"vLLM worker {kind} ended with {done.returncode}: {done.stdout[-800:]}")
+        rates[kind] = json.loads(result.read_text())["tokens_per_s"]
+    return {
+        "vllm_tokens_per_s": rates,
+        "routed_over_one_lora_vllm": rates["routed"] / rates["one_lora"],
+        "base_over_routed_vllm": rates["base"] / rates["routed"],
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="base model folder with weights")
+    parser.add_argument(
+        "--shape", default="qwen3-4b", help="without --model: random weights of this shape [%(default)s]"
+    )
+    parser.add_argument("--size", choices=SIZES, default="cpu", help="how much is measured [%(default)s]")
+    parser.add_argument("--device", help="cuda or cpu [what is there]")
+    parser.add_argument("--dtype", default="bfloat16", help="[%(default)s]")
+    parser.add_argument("--adapters", type=int, default=4, help="[%(default)s]")
+    parser.add_argument("--rank", type=int, default=32, help="of each adapter [%(default)s]")
+    parser.add_argument(
+        "--targets", default="q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj", help="[%(default)s]"
+    )
+    parser.add_argument("--parts", default="hf,vllm", help="hf, vllm or both [%(default)s]")
+    parser.add_argument("--enforce-eager", action="store_true", help="vLLM without compilation and CUDA graphs")
+    parser.add_argument("--out", required=True, help="JSON file to write")
+    parser.add_argument("--work", help="folder for models and adapters, kept [a temporary one]")
+    parser.add_argument("--worker", choices=VLLM_KINDS, help=argparse.SUPPRESS)
+    parser.add_argument("--base-folder", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse()
+    size = SIZES[args.size]
+    if args.worker:
+        write_json(args.out, vllm_worker(args, size))
+        return 0
+    import torch
+
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    work = Path(args.work) if args.work else Path(tempfile.mkdtemp(prefix="trace_bench_gate_"))
+    try:
+        base_folder = prepare(args, work)
+        result: dict[str, Any] = {
+            "settings": {k: v for k, v in vars(args).items() if k not in ("worker", "base_folder")},
+            "size": dataclasses.asdict(size),
+            "device": torch.cuda.get_device_name(0) if args.device != "cpu" else f"cpu x {torch.get_num_threads()}",
+            "torch": torch.__version__,
+        }
+        for part in args.parts.split(","):
+            measured = (
+                measure_hf(args, size, work, base_folder) if part == "hf" else measure_vllm(args, work, base_folder)
+            )
+            result |= measured
+            write_json(args.out, result)
+            gc.collect()
+            if args.device.startswith("cuda"):
+                torch.cuda.empty_cache()
+        print(json.dumps({key: value for key, value in result.items() if isinstance(value, float)}, indent=2))
+    finally:
+        if not args.work:
+            shutil.rmtree(work, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(main)
