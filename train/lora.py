@@ -6,6 +6,7 @@ tensors and the PEFT config in its metadata.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -20,8 +21,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from pipeline.files import InputError, atomic_path, parse_json, read_text, sync_folder
+from train.expert_lora import (
+    EXPERT_TARGETS,
+    ExpertsLora,
+    add_expert_adapters,
+    expert_state,
+    fused_experts,
+    is_expert_key,
+    restore_experts,
+)
 
 ALL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR_ATTENTION = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")  # of Qwen3.5-type hybrids
 
 
 def lora_config(rank: int, alpha: int, targets: tuple[str, ...] = ALL_LINEARS) -> LoraConfig:
@@ -36,9 +47,16 @@ def lora_config(rank: int, alpha: int, targets: tuple[str, ...] = ALL_LINEARS) -
 def attach_adapter(model: Any, name: str, config: LoraConfig, seed: int) -> PeftModel:
     """Add a fresh adapter (A random, B zero) with fp32 weights to ``model``; the base stays frozen.
 
+    The default targets mean every linear layer of a decoder layer: on a mixture of experts the fused experts too
+    (``train.expert_lora``), on a hybrid the projections of its linear attention. The router and the LM head stay as they are.
+
     Raises:
-        InputError: no module of the model matches the targets.
+        InputError: no module of the model matches the targets, or only a part of a fused projection is targeted.
     """
+    targets = tuple(sorted(config.target_modules))
+    plain, experts = _split_targets(model, targets)
+    config = copy.deepcopy(config)  # peft rewrites the targets of some model types in place
+    config.target_modules = set(plain)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
@@ -48,16 +66,39 @@ def attach_adapter(model: Any, name: str, config: LoraConfig, seed: int) -> Peft
             else:
                 peft_model = get_peft_model(model, config, adapter_name=name)
         except ValueError as error:
-            raise InputError(
-                f"--target-modules {sorted(config.target_modules)}: {str(error).splitlines()[0]}"
-            ) from None
+            raise InputError(f"--target-modules {list(targets)}: {str(error).splitlines()[0]}") from None
+        if experts:
+            add_expert_adapters(peft_model, name, config.r, config.lora_alpha)
     activate(peft_model, name)
     return peft_model
+
+
+def _split_targets(model: Any, targets: tuple[str, ...]) -> tuple[list[str], bool]:
+    """Targets for peft, and whether the fused experts of ``model`` are targets."""
+    leaves = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    plain = list(targets)
+    if set(targets) == set(ALL_LINEARS):
+        plain += [name for name in LINEAR_ATTENTION if name in leaves]
+    chosen = [name for name in EXPERT_TARGETS if name in targets]
+    if not fused_experts(model) or not chosen:
+        return plain, False
+    if len(chosen) < len(EXPERT_TARGETS):
+        raise InputError(
+            f"--target-modules {','.join(targets)}: experts take all of {', '.join(EXPERT_TARGETS)} or none of them"
+        )
+    if leaves & set(EXPERT_TARGETS):
+        raise InputError(
+            "a model with both dense and expert layers: expected --target-modules q_proj,k_proj,v_proj,o_proj"
+        )
+    return [name for name in plain if name not in EXPERT_TARGETS], True
 
 
 def activate(model: PeftModel, name: str) -> None:
     """Make ``name`` the active, trainable adapter."""
     model.set_adapter(name)
+    for module in model.modules():
+        if isinstance(module, ExpertsLora):  # peft switches its own layers only
+            module.set_adapter(name)
     for parameter_name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             raise RuntimeError(f"{parameter_name}: adapter weights must be fp32, found {parameter.dtype}")
@@ -71,8 +112,9 @@ def adapter_parameters(model: PeftModel, name: str) -> dict[str, torch.nn.Parame
 
 def adapter_state(model: PeftModel, name: str) -> dict[str, torch.Tensor]:
     """PEFT's tensors of one adapter (names without the adapter's name), on the CPU."""
-    state = get_peft_model_state_dict(model, adapter_name=name)
-    return {k: v.detach().to("cpu").contiguous() for k, v in state.items()}
+    own = {k: v for k, v in model.state_dict().items() if ".mlp.experts.lora_" not in k}
+    state = get_peft_model_state_dict(model, state_dict=own, adapter_name=name)
+    return {k: v.detach().to("cpu").contiguous() for k, v in state.items()} | expert_state(model, name)
 
 
 def restore_adapter(model: PeftModel, name: str, state: dict[str, torch.Tensor]) -> None:
@@ -90,7 +132,8 @@ def restore_adapter(model: PeftModel, name: str, state: dict[str, torch.Tensor])
             raise InputError(
                 f"adapter {name}: {key} has shape {tuple(value.shape)}, expected {tuple(expected[key].shape)}"
             )
-    set_peft_model_state_dict(model, state, adapter_name=name)
+    set_peft_model_state_dict(model, {k: v for k, v in state.items() if not is_expert_key(k)}, adapter_name=name)
+    restore_experts(model, name, state)
 
 
 def save_adapter(
@@ -180,6 +223,8 @@ def _config_dict(model: PeftModel, name: str) -> dict[str, Any]:
     config = model.peft_config[name].to_dict()
     clean = {k: (sorted(v) if isinstance(v, set) else v) for k, v in config.items()}
     clean["inference_mode"] = True
+    if any(isinstance(m, ExpertsLora) and name in m.lora_in_A for m in model.modules()):
+        clean["target_modules"] = sorted({*clean["target_modules"], *EXPERT_TARGETS})
     return {k: getattr(v, "value", v) for k, v in clean.items()}
 
 
