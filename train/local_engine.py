@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from game_registry import AgentError
@@ -111,12 +112,13 @@ def load_model(folder: str, dtype: str = "auto", device: str = "auto") -> PreTra
         InputError: the folder cannot be loaded.
     """
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    kind = pick_dtype(where) if dtype == "auto" else getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype):
+    kinds = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    kind = pick_dtype(where) if dtype == "auto" else kinds.get(dtype)
+    if kind is None:
         raise InputError(f"--dtype {dtype}: expected auto, bfloat16, float16 or float32")
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, attn_implementation="sdpa")
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise InputError(f"model {folder}: cannot be loaded ({str(error).splitlines()[0]}); check --model") from None
     model.requires_grad_(False)
     model.eval()
@@ -170,7 +172,7 @@ class LocalEngine:
                 self.model.load_adapter(folder, adapter_name=peft_name)
             else:
                 self.model = PeftModel.from_pretrained(self.model, folder, adapter_name=peft_name)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise InputError(f"adapter {folder}: cannot be loaded ({str(error).splitlines()[0]})") from None
         self.model.requires_grad_(False)
         self.model.eval()
