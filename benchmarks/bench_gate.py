@@ -210,8 +210,8 @@ def vllm_worker(args: argparse.Namespace, size: Size) -> dict[str, float]:
         {"enable_lora": True, "max_loras": 1, "max_lora_rank": args.rank} if kind == "one_lora" else {}
     )
     llm = LLM(
-        model, dtype=args.dtype, max_model_len=size.prompt_tokens + size.output_tokens + 16, enforce_eager=args.enforce_eager,
-        max_num_seqs=min(size.requests, 256), enable_prefix_caching=False, **options,
+        model, dtype=args.dtype, max_model_len=size.prompt_tokens + size.output_tokens + 16,
+        enforce_eager=args.enforce_eager, max_num_seqs=min(size.requests, 256), enable_prefix_caching=False, **options,
     )  # fmt: skip
     lora = LoRARequest("a0", 1, str(work / "a0")) if kind == "one_lora" else None
     params = SamplingParams(temperature=1.0, max_tokens=size.output_tokens, ignore_eos=True, seed=0, detokenize=False)

@@ -29,7 +29,8 @@ Bit = Annotated[int, Field(ge=0, le=1)]
 class LabelledEpisode:
     """One token sequence with its slot. ``action_mask[i]`` is True where the policy emits ``token_ids[i]``.
 
-    ``undecided``: how many of its first tokens are also the first tokens of an episode with another slot.
+    ``undecided``: how many of its first tokens are also the first tokens of an episode with another slot. ``target``: a
+    distribution over slots to train towards in place of the slot alone (warm start).
     """
 
     token_ids: tuple[int, ...]
@@ -37,6 +38,7 @@ class LabelledEpisode:
     slot: int
     source: str
     undecided: int = 0
+    target: tuple[float, ...] | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -145,7 +147,7 @@ def _from_jsonl(config: GateConfig, codec: ChatCodec, slots: dict[str, int]) -> 
         else:
             prompt = record.prompt
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            ids, mask = _tokens_of(messages, record.tools, codec, where)
+            ids, mask = tokens_of(messages, record.tools, codec, where)
         yield _episode(ids, mask, slots[record.capability_name], where, config)
 
 
@@ -168,7 +170,7 @@ def _from_rollouts(
             if record.token_ids is not None and record.action_mask is not None:
                 ids, mask = record.token_ids, [bool(bit) for bit in record.action_mask]
             else:
-                ids, mask = _tokens_of(record.messages, record.tools, codec, where)
+                ids, mask = tokens_of(record.messages, record.tools, codec, where)
             yield _episode(ids, mask, slot, where, config)
 
 
@@ -204,7 +206,7 @@ def adapter_name(adapter: str) -> str:
     return re.sub(r"@v\d+$", "", name)
 
 
-def _tokens_of(
+def tokens_of(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, codec: ChatCodec, where: str
 ) -> tuple[list[int], list[bool]]:
     """Tokens of a conversation through the chat template; what the assistant said is marked as emitted."""

@@ -40,7 +40,7 @@ class FeatureSet:
 
     ``hidden`` [L, N, H] in the model's dtype; ``label`` [N] slot; ``weight`` [N] how many episodes share the token (0 =
     not trained on); ``episode`` [N] index of its episode, -1 for a token of a shared prefix; ``route`` [L, N] the slot
-    that was active.
+    that was active; ``target`` [N, S] a distribution over slots to train towards, None = the labels.
     """
 
     hidden: Tensor
@@ -48,6 +48,7 @@ class FeatureSet:
     weight: Tensor
     episode: Tensor
     route: Tensor
+    target: Tensor | None = None
 
 
 def gated_layers(model: Any) -> list[int]:
@@ -241,4 +242,20 @@ def _join(
     weight = weight * (label != UNDECIDED)
     label = label.clamp_min(0)
     shared = torch.tensor([piece.shared for piece in pieces for _ in piece.episode])
-    return FeatureSet(hidden, label, weight, episode.masked_fill(shared, -1), route)
+    target = _targets(episodes, episode, position) if any(e.target is not None for e in episodes) else None
+    return FeatureSet(hidden, label, weight, episode.masked_fill(shared, -1), route, target)
+
+
+def _targets(episodes: Sequence[LabelledEpisode], episode: Tensor, position: Tensor) -> Tensor:
+    """``[N, S]``: the episode's target distribution, the base for tokens whose past other labels share."""
+    slots = max(len(e.target) for e in episodes if e.target is not None)
+    rows = torch.zeros(len(episode), slots)
+    for row, (e, p) in enumerate(zip(episode.tolist(), position.tolist(), strict=True)):
+        target, slot = episodes[e].target, episodes[e].slot
+        if p < episodes[e].undecided:
+            rows[row, 0] = 1.0
+        elif target is None:
+            rows[row, slot] = 1.0
+        else:
+            rows[row] = torch.tensor(target)
+    return rows

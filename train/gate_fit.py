@@ -148,7 +148,9 @@ class GateFit:
         label = features.label[rows]
         n_layers, _, n_slots = logits.shape
         total = global_sum(weight.sum()).clamp_min(1e-9)
-        entropy = F.cross_entropy(logits.flatten(0, 1), label.repeat(n_layers), reduction="none").view(n_layers, -1)
+        soft = features.target
+        wanted = label.repeat(n_layers) if soft is None else soft[rows].repeat(n_layers, 1)
+        entropy = F.cross_entropy(logits.flatten(0, 1), wanted, reduction="none").view(n_layers, -1)
         loss = (entropy * weight).sum() / total / n_layers
         if self.settings.load_balance_coef:
             share = F.one_hot(logits.argmax(-1), n_slots).float() * weight[:, None]
