@@ -18,11 +18,13 @@ from typing import Any
 
 from game_registry import Agent, EpisodeResult, Scored, play, scripted_agent
 from pipeline import panel_policies as policies
+from pipeline.command_line import ProgressLine
 from pipeline.panel_static import SourceFacts, read_facts
 from pipeline.remote_game import EnvironmentFault, RemoteGame, SandboxedEnvironment
 from tool_calls import Action, ToolSchema
 
 DETERMINISM_SEEDS = 20
+MAX_LOST_WORKERS = 3  # an environment that hangs costs the deadline of a step each time; more would only repeat it
 TARGET_PACKAGES = ("tau2", "tau_bench", "swebench")
 MALFORMED = (
     "",
@@ -64,6 +66,8 @@ class Evidence:
     facts: SourceFacts
     oracles: dict[int, list[Action]] = dataclasses.field(default_factory=dict)
     oracle_fault: str | None = None
+    given_up: bool = False  # too many workers were lost; only what was played so far is known
+    progress: ProgressLine | None = None
     starts: list[str] = dataclasses.field(default_factory=list)  # what the policy sees first, per seed
     played: dict[str, list[EpisodeResult]] = dataclasses.field(default_factory=dict)  # policy -> episodes
     unfinished: dict[str, int] = dataclasses.field(default_factory=dict)  # policy -> episodes not done at max_steps
@@ -91,18 +95,31 @@ def new_game(environment: SandboxedEnvironment) -> RemoteGame:
 # --------------------------------------------------------------------------- gathering
 
 
-def gather(environment: SandboxedEnvironment, again: SandboxedEnvironment, settings: Settings) -> Evidence:
+class _GivenUp(RuntimeError):
+    pass
+
+
+def gather(
+    environment: SandboxedEnvironment,
+    again: SandboxedEnvironment,
+    settings: Settings,
+    progress: ProgressLine | None = None,
+) -> Evidence:
     """Play everything.
 
     Args:
         environment: with ``audit=True``.
         again: the same environment in another process with another hash seed.
     """
-    evidence = Evidence(settings, environment, read_facts(environment.files()))
+    evidence = Evidence(settings, environment, read_facts(environment.files()), progress=progress)
     before = environment.request("state")
     _ask_oracle(evidence)
     environment.step_us = evidence.step_us
-    asyncio.run(_play_all(evidence))
+    try:
+        asyncio.run(_play_all(evidence))
+    except _GivenUp:
+        evidence.given_up = True
+        return evidence
     environment.step_us = None
     _probe_contract(evidence)
     _probe_malformed(evidence)
@@ -169,6 +186,7 @@ async def _play_all(evidence: Evidence) -> None:
         for script in policies.perturbations(evidence.oracles[seed], other, random.Random(seed)):
             agent = policies.constant_script(script)(seed)
             evidence.played["perturbed"].append(await play(spec, game, agent, seed))
+            _check_workers(evidence)
 
 
 async def _play_policy(evidence: Evidence, game: RemoteGame, name: str, make: Callable[[int], Agent]) -> None:
@@ -176,10 +194,18 @@ async def _play_policy(evidence: Evidence, game: RemoteGame, name: str, make: Ca
     for seed in range(evidence.settings.seeds):
         result = await play(evidence.environment.spec, game, make(seed), seed)
         results.append(result)
+        if evidence.progress is not None:
+            evidence.progress.advance(note=name)
+        _check_workers(evidence)
         evidence.max_steps.add(game.max_steps)
         asked_every_turn = result.invalid_calls == 0  # an unreadable call is answered by the loop, not by a step
         if isinstance(result.outcome, Scored) and not game.done and (asked_every_turn or name == "oracle"):
             evidence.unfinished[name] = evidence.unfinished.get(name, 0) + 1
+
+
+def _check_workers(evidence: Evidence) -> None:
+    if evidence.environment.restarts > MAX_LOST_WORKERS:
+        raise _GivenUp
 
 
 def _probe_contract(evidence: Evidence) -> None:
@@ -245,6 +271,8 @@ def _probe_malformed(evidence: Evidence) -> None:
     except EnvironmentFault:
         return  # the check `runs` says so
     for text in texts:
+        if evidence.environment.restarts > MAX_LOST_WORKERS:
+            break
         try:
             game.reset(0)
             game.step(text)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.command_line import Parser, positive_int
+from pipeline.command_line import Parser, ProgressLine, positive_int
 from pipeline.files import InputError, read_json, run_cli, write_json
 from pipeline.panel_checks import Check, run_checks
 from pipeline.panel_evidence import TARGET_PACKAGES, Settings, gather, new_game
@@ -59,7 +59,9 @@ def validate(source: str | os.PathLike[str], settings: Settings, **options: Any)
         SandboxedEnvironment(source, audit=True, hash_seed="0", **options) as environment,
         SandboxedEnvironment(source, hash_seed="1", **options) as again,
     ):
-        evidence = gather(environment, again, settings)
+        progress = ProgressLine(f"{environment.spec.name}: episodes")
+        evidence = gather(environment, again, settings, progress)
+        progress.close()
         return Panel(
             name=environment.spec.name,
             content_hash=content_hash(environment.files()),

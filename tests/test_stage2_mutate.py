@@ -11,7 +11,7 @@ from stage2_helpers import ISOLATION, MODULE, scenario
 from pipeline import mutate_scenario as mutation
 from pipeline.mutate_scenario import STRATEGIES, main, mutate
 from pipeline.scenarios import Scenario, load_scenarios, save_scenarios, scenario_path, static_problems
-from pipeline.swe_grading import self_test
+from pipeline.swe_grading import Grade, self_test
 
 
 def behaviour(code: str) -> list[int]:
@@ -119,10 +119,22 @@ def test_mutate_proves_names_and_forgets_measurements() -> None:
     changed, strategy = result
     assert (changed.name, strategy) == ("fee_rate_mut1", "rename_identifiers")
     assert changed.pass_rate is changed.n_rollouts is changed.sampling is None
-    again = mutate(changed, random.Random(1), ["add_decoys"], ISOLATION)
-    assert again is not None and again[0].name == "fee_rate_mut2"
 
 
+@pytest.mark.usefixtures("proven")
+def test_names_are_numbered() -> None:
+    again = mutate(scenario(name="fee_rate_mut3"), random.Random(1), ["add_decoys"], ISOLATION)
+    assert again is not None and again[0].name == "fee_rate_mut4"
+
+
+@pytest.fixture
+def proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof is taken for granted, for tests about other things."""
+    monkeypatch.setattr(mutation, "self_test", lambda *_: [])
+    monkeypatch.setattr(mutation, "graded_before", lambda *_: Grade({}, {}, 0.0))
+
+
+@pytest.mark.usefixtures("proven")
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_scenarios(tmp_path / "in.json", [scenario()])
     flags = ["--strategy", "rename_identifiers", "--isolation", ISOLATION.kind]

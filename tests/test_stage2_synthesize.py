@@ -12,10 +12,12 @@ from scripted_server import ScriptedServer
 from stage2_helpers import FIELDS, ISOLATION, scenario
 
 from game_registry import AgentError
+from pipeline import swe_game
 from pipeline import synthesize_scenarios as synthesis
 from pipeline.files import InputError, ServerError
-from pipeline.scenarios import load_scenarios, save_scenarios
+from pipeline.scenarios import load_scenarios, save_scenarios, static_problems
 from pipeline.swe_game import oracle_text, scenario_spec
+from pipeline.swe_grading import Grade
 from pipeline.synthesize_scenarios import main, read_log
 from pipeline.text_client import Sampling, TextClient, text_agent
 
@@ -51,6 +53,21 @@ def answer(**changes: Any) -> str:
 
 
 @pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scenarios judged by their text and modules by a rule, for tests about the loop alone."""
+
+    def judged(one: Any, *_: Any) -> list[str]:
+        problems = static_problems(one)
+        return problems or ([] if "= 3" in one.oracle_replace else ["after the oracle edit test_target does not pass"])
+
+    monkeypatch.setattr(synthesis, "self_test", judged)
+    monkeypatch.setattr(
+        swe_game, "grade", lambda one, code, **_: Grade({"x": "passed"} if "= 3" in code else {}, {}, 0.0)
+    )
+    monkeypatch.setattr(swe_game, "reward", lambda one, result, isolation: float(result.passed("x")))
+
+
+@pytest.fixture
 def server() -> Iterator[ScriptedServer]:
     with ScriptedServer() as running:
         yield running
@@ -80,6 +97,7 @@ def test_a_sound_scenario_that_is_solved_sometimes_is_accepted(server: ScriptedS
     assert "exact_arithmetic" in model.requests[0] and "billing" in model.requests[0]
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("rates", "outcome", "samples"),
     [([0.0], "unsolved", 1), ([0.5, 0.0], "unconfirmed", 2), ([0.5, 0.75], "unconfirmed", 2)],
@@ -103,12 +121,14 @@ def test_too_easy_is_mutated(server: ScriptedServer, tmp_path: Path) -> None:
     assert load_scenarios(output)[0].name == "fee_rate_mut1"
 
 
+@pytest.mark.usefixtures("quick")
 def test_too_easy_without_mutations(server: ScriptedServer, tmp_path: Path) -> None:
     output = tmp_path / "s.json"
     assert run(server, Model([answer()], [1.0]), output, "--mutations", "0", "--max-tries", "1") == 1
     assert log_of(output)[0]["outcome"] == "too_easy"
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_faulty_answer_is_revised_with_the_reasons(server: ScriptedServer, tmp_path: Path) -> None:
     output = tmp_path / "s.json"
     model = Model(["I would rather not.", answer(oracle_replace="    rate = 9"), answer()], [0.25])
@@ -118,6 +138,7 @@ def test_a_faulty_answer_is_revised_with_the_reasons(server: ScriptedServer, tmp
     assert "no JSON object" in model.requests[1] and "after the oracle edit" in model.requests[2]
 
 
+@pytest.mark.usefixtures("quick")
 def test_at_most_two_revisions(server: ScriptedServer, tmp_path: Path) -> None:
     output, model = tmp_path / "s.json", Model(["no"], [0.25])
     assert run(server, model, output, "--max-tries", "2") == 1
@@ -135,6 +156,7 @@ def test_a_cut_answer_is_named_as_such(server: ScriptedServer, tmp_path: Path) -
     assert "cut at the token limit" in log_of(output)[0]["problems"][0]
 
 
+@pytest.mark.usefixtures("quick")
 def test_names_are_taken_once_and_hand_written_scenarios_stay(server: ScriptedServer, tmp_path: Path) -> None:
     output = tmp_path / "s.json"
     save_scenarios(output, [scenario()])
@@ -144,6 +166,7 @@ def test_names_are_taken_once_and_hand_written_scenarios_stay(server: ScriptedSe
     assert "the name fee_rate is taken" in model.requests[1] and "- fee_rate" in model.requests[0]
 
 
+@pytest.mark.usefixtures("quick")
 def test_resumes_where_it_stopped(server: ScriptedServer, tmp_path: Path) -> None:
     output = tmp_path / "s.json"
     assert run(server, Model(["no"], [0.0]), output, "--max-tries", "1") == 1
@@ -157,6 +180,7 @@ def test_resumes_where_it_stopped(server: ScriptedServer, tmp_path: Path) -> Non
     assert load_scenarios(output)[0].name == "fee_rate"
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_dead_server_is_no_failed_rollout(server: ScriptedServer, tmp_path: Path) -> None:
     output, model = tmp_path / "s.json", Model([answer()], [0.25])
 
@@ -234,6 +258,7 @@ def test_the_oracle_text_solves_the_game() -> None:
     assert play_sync(spec, spec.make_env(), scripted_agent([said]), 0).outcome == Scored(1.0)
 
 
+@pytest.mark.usefixtures("quick")
 def test_given_candidates_are_measured_in_place_of_written_ones(server: ScriptedServer, tmp_path: Path) -> None:
     given, output = tmp_path / "candidates.json", tmp_path / "s.json"
     save_scenarios(

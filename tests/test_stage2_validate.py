@@ -89,7 +89,7 @@ def test_environment_without_oracle_fails_the_oracle_check(tmp_path: Path) -> No
 
 
 def test_a_reward_that_is_not_a_number_is_found(tmp_path: Path) -> None:
-    for value in ("float('nan')", "None", "True", "'1'"):
+    for value in ("float('nan')", "'1'"):
         file = tmp_path / GOOD.name
         assert GOOD.read_text().count("0.5 if right else looked\n") == 1
         file.write_text(GOOD.read_text().replace("0.5 if right else looked\n", f"{value} if right else looked\n"))
@@ -98,10 +98,11 @@ def test_a_reward_that_is_not_a_number_is_found(tmp_path: Path) -> None:
 
 def test_an_environment_that_hangs_is_a_fault_and_not_a_hang(tmp_path: Path) -> None:
     file = tmp_path / GOOD.name
-    slow = '        if self.task["target"] > "9":\n            while True:\n                pass\n'
+    slow = "        while True:\n            pass\n"
     file.write_text(GOOD.read_text().replace("        self.steps += 1\n", slow + "        self.steps += 1\n"))
-    panel = validate(file, Settings(seeds=3), isolation=ISOLATION, step_timeout_s=0.5)
-    assert "runs" in failing(panel) or "oracle" in failing(panel), render(panel)
+    panel = validate(file, Settings(seeds=30), isolation=ISOLATION, step_timeout_s=0.3)
+    assert failing(panel) == {"runs"} and "longer than 0.3 s" in render(panel)
+    assert panel.seconds < 20, "it gives up after a few lost workers"
 
 
 def test_skill_free_policies_are_floor_checked_on_the_best_variant(good: Panel) -> None:
