@@ -200,6 +200,17 @@ def test_a_group_of_hinted_survivors_is_left_out() -> None:
     assert items_of_groups([group], normalise=True) == []
 
 
+def test_context_behind_the_last_action_is_not_computed() -> None:
+    """An episode that ran out of context ends with what the environment said: nothing is predicted from it."""
+    group = random_group([0.0, 1.0], 1)
+    episode = group.episodes[0]
+    plain = list(episode.token_ids)
+    episode.token_ids, episode.action_mask = [*plain, 7, 8], [*episode.action_mask, False, False]
+    episode.logprobs = [*episode.logprobs, 0.0, 0.0]
+    items = items_of_groups([group], normalise=True)
+    assert list(items[0].sequence.token_ids) == plain and items[0].sequence.action_mask[-1]
+
+
 # ------------------------------------------------------------------------ several steps
 
 

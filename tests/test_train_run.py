@@ -278,6 +278,13 @@ def test_an_environment_without_signal_stops_the_run_and_saves_the_others(runs: 
     assert runs.checkpoints("r", "constant") == ["iter_000005"]
 
 
+def test_a_solved_environment_ends_its_learner_early(runs: Runs) -> None:
+    runs("s", "--game capability_solved --max-iters 50 --dynamic-sampling-max-batches 1")
+    metrics = runs.iterations("s", "solved")
+    assert len(metrics) == 5 and metrics[-1]["constant_high"] == 1.0
+    assert runs.checkpoints("s", "solved") == ["iter_000005"]
+
+
 # ------------------------------------------------------------------------ losses that are not finite
 
 
@@ -470,3 +477,27 @@ def test_a_lost_peer_is_a_typed_fault_and_does_not_hide_the_first_one(monkeypatc
     with pytest.raises(PeerLost, match=r"lost another rank, whose message says why \(Connection closed by peer\)"):
         Ranks(0, 2).sum(torch.ones(1))
     Worker({}, update_config(), Ranks(0, 2)).stop(False)  # says nothing of its own
+
+
+# ------------------------------------------------------------------------ tokens
+
+
+def test_the_models_context_ends_an_episode_and_does_not_fail_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--max-seq-length is larger than what the model can hold: its context is the limit."""
+    small = tiny_model_folder(tmp_path / "small", max_position_embeddings=70)
+    small_runs = Runs(small, tmp_path, monkeypatch)
+    small_runs("r", PRINTABLE, "--max-iters 1 --rollout-log")
+    text = (tmp_path / "r/rollouts/printable_000001.jsonl").read_text()
+    entries = [json.loads(line) for line in text.splitlines()]
+    assert {e["outcome"] for e in entries} == {"scored"} and "context" in {e["finish_reason"] for e in entries}
+    assert all(sum(e["action_mask"][:70]) == sum(e["action_mask"]) > 0 for e in entries)
+
+
+def test_no_token_is_computed_twice(runs: Runs) -> None:
+    """One sequence per episode, the prompt of a group once: far fewer tokens in the update than in the rollouts."""
+    runs("r", PRINTABLE, "--max-iters 1 --group-size 8 --pack-tokens 4096")
+    (metrics,) = runs.iterations("r", "printable")
+    assert metrics["packed_tokens"] < 0.6 * metrics["plain_tokens"]
+    assert metrics["action_tokens"] == metrics["sampled_tokens"] * metrics["informative"]

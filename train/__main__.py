@@ -1,7 +1,7 @@
 """Train one LoRA per capability with GRPO.
 
-torchrun --nproc_per_node=4 -m train --game capability_lookup --model Qwen/Qwen3-8B      # with VLLM_BASE_URLS set
-python -m train --capabilities a,b,c --model models/smollm2                             # no server: samples in this process
+torchrun --nproc_per_node=4 -m train --game capability_lookup --model Qwen/Qwen3-8B   # with VLLM_BASE_URLS set
+python -m train --capabilities a,b,c --model models/smollm2                         # no server: samples in this process
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def _run(config: TrainConfig, worker: Worker, model: Any, specs: dict[str, GameS
 def _check_eval_seeds(config: TrainConfig) -> None:
     seeds = seed_range(config.eval_seeds, "--eval-seeds")
     if seeds.stop > FIRST_TRAIN_SEED:
-        raise InputError(f"--eval-seeds {config.eval_seeds}: seeds from {FIRST_TRAIN_SEED} on are trained on; use lower ones")
+        raise InputError(
+            f"--eval-seeds {config.eval_seeds}: seeds from {FIRST_TRAIN_SEED} on are trained on; use lower ones"
+        )
 
 
 def _resume_points(config: TrainConfig, names: list[str]) -> dict[str, Path]:
@@ -128,7 +130,8 @@ def _build_worker(
         )
     if ranks.driver and not can_pack(model):
         sys.stderr.write(
-            f"notice: model type {model.config.model_type}: one episode per training pass (packing is not exact for it)\n"
+            f"notice: model type {model.config.model_type}: one episode per training pass "
+            "(packing is not exact for it)\n"
         )
     update = UpdateConfig(
         loss=config.loss_config(),
@@ -143,7 +146,7 @@ def _build_worker(
 
 
 async def _drive(config: TrainConfig, worker: Worker, model: Any, specs: dict[str, GameSpec]) -> None:
-    engine, codec, served = await _engine(config, model)
+    engine, codec, served, context = await _engine(config, model)
     try:
         user = None
         if config.user_llm_url:
@@ -157,19 +160,21 @@ async def _drive(config: TrainConfig, worker: Worker, model: Any, specs: dict[st
         tracker = Tracker(config.report_to, folder, config.model_dump(mode="json"))
         log = RunLog(folder, {n: learner.iteration for n, learner in worker.learners.items()}, tracker)
         try:
-            await Trainer(config, worker, sampler, log, served).run()
+            await Trainer(config, worker, sampler, log, served, min(config.max_seq_length, context)).run()
         finally:
             log.close()
     finally:
         await engine.close()
 
 
-async def _engine(config: TrainConfig, model: Any) -> tuple[Engine, ChatCodec, str]:
+async def _engine(config: TrainConfig, model: Any) -> tuple[Engine, ChatCodec, str, int]:
+    """Engine, codec, the model's name there, and the most tokens that one episode may have."""
     urls = os.environ.get("VLLM_BASE_URLS") or os.environ.get("VLLM_BASE_URL") or ""
     kind = config.engine if config.engine != "auto" else ("vllm" if urls else "local")
     if kind == "local":
         codec = ChatCodec.from_model(config.model)
-        return LocalEngine(model, codec), codec, config.model
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or config.max_seq_length
+        return LocalEngine(model, codec), codec, config.model, context
     if not urls:
         raise InputError("--engine vllm needs a server; set VLLM_BASE_URLS=http://HOST:PORT")
     options = EngineOptions(
@@ -177,7 +182,7 @@ async def _engine(config: TrainConfig, model: Any) -> tuple[Engine, ChatCodec, s
         api_key=os.environ.get("VLLM_API_KEY"),
     )  # fmt: skip
     opened = await open_engine(options)
-    return opened.engine, opened.codec, opened.model
+    return opened.engine, opened.codec, opened.model, opened.fit(config.max_seq_length)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Atomic checkpoints of a learner: adapter, optimiser, counters, curriculum. ``--resume`` goes on bit for bit.
 
-A checkpoint is a folder ``iter_<n>`` with ``adapter.safetensors`` (fp32), ``optimizer.safetensors`` and ``state.json``; it is
-built under a temporary name and renamed, so an interrupted one is never seen.
+A checkpoint is a folder ``iter_<n>`` with ``adapter.safetensors`` (fp32), ``optimizer.safetensors`` and ``state.json``;
+it is built under a temporary name and renamed, so an interrupted one is never seen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from pipeline.files import InputError, read_json, sync_folder, write_json
 from train.learner import Learner
-from train.lora import adapter_state, restore_adapter, save_tensors
+from train.lora import save_tensors
 
 SCHEMA_VERSION = 1
 
@@ -43,7 +43,7 @@ def save_checkpoint(
     except OSError as error:
         raise InputError(f"checkpoint {target}: cannot be written ({error.strerror})") from None
     try:
-        save_tensors(work / "adapter.safetensors", adapter_state(learner.model, learner.name))
+        save_tensors(work / "adapter.safetensors", learner.weights())
         save_tensors(work / "optimizer.safetensors", _optimizer_tensors(learner))
         write_json(
             work / "state.json",
@@ -91,7 +91,7 @@ def load_checkpoint(path: Path, learner: Learner, settings: dict[str, Any]) -> N
             raise InputError(
                 f"checkpoint {path}: made with {key}={found!r}, now {value!r}; use the same or another --output-dir"
             )
-    restore_adapter(learner.model, learner.name, _load_tensors(path / "adapter.safetensors"))
+    learner.restore_weights(_load_tensors(path / "adapter.safetensors"))
     _restore_optimizer(learner, _load_tensors(path / "optimizer.safetensors"))
     try:
         learner.restore_counters(state["counters"])

@@ -1,4 +1,4 @@
-"""Every setting of ``python -m train`` in one typed object: YAML first, flags over it, printed at start, saved with the run."""
+"""Every setting of ``python -m train`` in one typed object: YAML first, flags over it, saved with the run."""
 
 from __future__ import annotations
 
@@ -172,7 +172,8 @@ def build_parser() -> argparse.ArgumentParser:
     for name, field in TrainConfig.model_fields.items():
         flag = "--" + name.replace("_", "-")
         default = "required" if field.is_required() else field.default
-        text = f"{_HELP.get(name, name.replace('_', ' '))} [{','.join(default) if isinstance(default, tuple) else default}]"
+        shown = ",".join(default) if isinstance(default, tuple) else default
+        text = f"{_HELP.get(name, name.replace('_', ' '))} [{shown}]"
         if isinstance(default, bool):
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
         elif isinstance(default, tuple):

@@ -1,7 +1,7 @@
 """Ranks of a torchrun job. Rank 0 drives: it samples, decides and tells the others what to compute.
 
-The others wait for commands, so no rank can enter a collective that another one skips. A rank that fails exits non-zero and
-torchrun stops the rest.
+The others wait for commands, so no rank can enter a collective that another one skips. A rank that fails exits non-zero
+and torchrun stops the rest.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ def _with_peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # what gloo and NCCL raise
-        raise PeerLost(
-            f"rank {os.environ.get('RANK', '0')} lost another rank, whose message says why ({str(error).splitlines()[0]})"
-        ) from None
+        me, reason = os.environ.get("RANK", "0"), str(error).partition("\n")[0]
+        raise PeerLost(f"rank {me} lost another rank, whose message says why ({reason})") from None
 
 
 @contextlib.contextmanager

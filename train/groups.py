@@ -145,7 +145,9 @@ async def collect_informative(
     """
     groups: list[Group] = []
     informative: list[Group] = []
-    for n_batches in range(1, max_batches + 1):
+    n_batches = 0
+    while n_batches < max_batches:
+        n_batches += 1
         missing = wanted - len(informative)
         share = max(len(informative) / len(groups), 0.25) if groups else 1.0
         size = batch if not groups else min(batch, math.ceil(missing / share))

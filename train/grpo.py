@@ -34,7 +34,8 @@ from train.packing import TokenSequence, build_pack
 from train.run_log import RunLog
 
 CANARY_TOKENS = 512  # of one real rollout; enough to tell two adapters apart, cheap to score
-EMPTY_LIMIT = 5  # iterations in a row without one informative group before the run stops
+EMPTY_LIMIT = 5  # iterations in a row without one informative group before a learner stops
+SOLVED_REWARD = 0.9  # above it such a learner is done; below it the environment gives no signal, which is a fault
 NONFINITE_LIMIT = 3
 T = TypeVar("T")
 
@@ -77,11 +78,14 @@ class Trainer:
     Args:
         sampler: engine, environments and concurrency.
         model_name: as written into rollouts.
+        max_seq_length: tokens per episode, at most the model's context.
     """
 
-    def __init__(self, config: TrainConfig, worker: Worker, sampler: Sampler, log: RunLog, model_name: str) -> None:
+    def __init__(
+        self, config: TrainConfig, worker: Worker, sampler: Sampler, log: RunLog, model_name: str, max_seq_length: int
+    ) -> None:
         self.config, self.worker, self.sampler, self.log = config, worker, sampler, log
-        self.model_name = model_name
+        self.model_name, self.max_seq_length = model_name, max_seq_length
         self.folder = Path(config.output_dir)
         self.delivery = AdapterDelivery(sampler.engine)
         self.settings = checkpoint_settings(config)
@@ -91,6 +95,7 @@ class Trainer:
         self._resume_points: dict[str, dict[str, Any]] = {}
         self._canaries: dict[str, tuple[tuple[int, ...], tuple[float, ...]]] = {}
         self._empty: dict[str, int] = {}
+        self._solved: set[str] = set()
         self._nonfinite: dict[str, int] = {}
         self._torn: set[str] = set()  # learners in the middle of an update: nothing to save
 
@@ -98,7 +103,7 @@ class Trainer:
         """Train every learner to ``max_iters``.
 
         Raises:
-            TrainingStopped, ServerError: the sampler is gone, a sync failed, the loss is not finite; checkpoints are kept.
+            TrainingStopped, ServerError: the sampler is gone, a sync failed, the loss is not finite.
             InputError, GameError: a file cannot be written, an adapter is refused, an environment cannot be made.
         """
         try:
@@ -115,7 +120,7 @@ class Trainer:
         try:
             if learner.version > 0 and learner.iteration < self.config.max_iters:
                 await self._deliver(learner)
-            while learner.iteration < self.config.max_iters:
+            while learner.iteration < self.config.max_iters and learner.name not in self._solved:
                 await self._iteration(learner)
         except (InputError, ServerError, GameError, BaseExceptionGroup, asyncio.CancelledError):
             self._save(learner)  # cancelled: another learner failed or the user stopped the run
@@ -152,7 +157,7 @@ class Trainer:
         config = self.config
         params = EpisodeParams(
             max_new_tokens=config.max_new_tokens or None,
-            max_seq_length=config.max_seq_length,
+            max_seq_length=self.max_seq_length,
             temperature=config.temperature,
             deadline_s=config.episode_deadline_s,
             seed=_stream_seed(config.seed, learner.name, learner.iteration),
@@ -197,12 +202,14 @@ class Trainer:
         """Held-out greedy reward; the best adapter so far is kept."""
         seeds = seed_range(self.config.eval_seeds, "--eval-seeds")
         params = EpisodeParams(
-            self.config.max_new_tokens or None, self.config.max_seq_length, 0.0, self.config.episode_deadline_s
+            self.config.max_new_tokens or None, self.max_seq_length, 0.0, self.config.episode_deadline_s
         )
         jobs = [(game, seed) for game in learner.mix.weights for seed in seeds]
         groups = await self.sampler.groups(jobs, 1, params, self._names.get(learner.name))
         scored = [e for g in groups for e in g.scored]
         if not scored:
+            kinds = Collected(groups, [], 1).error_kinds()
+            self.log.say(f"[{learner.name} {learner.iteration}] warning: no held-out episode could be scored ({kinds})")
             return
         reward = sum(e.reward for e in scored) / len(scored)
         success = sum(e.reward >= 1.0 - 1e-9 for e in scored) / len(scored)
@@ -237,11 +244,14 @@ class Trainer:
         self._checkpoint_point(learner)
 
     def _check_progress(self, learner: Learner, items: list[Any], metrics: dict[str, float]) -> None:
-        """A run that learns nothing for several iterations in a row stops, typed."""
+        """A learner that has nothing left to learn is done; one that learns nothing stops the run, typed."""
         name = learner.name
         self._empty[name] = 0 if items else self._empty.get(name, 0) + 1
         self._nonfinite[name] = self._nonfinite.get(name, 0) + 1 if metrics.get("nonfinite") else 0
-        if self._empty[name] >= EMPTY_LIMIT:
+        if self._empty[name] >= EMPTY_LIMIT and metrics["reward"] >= SOLVED_REWARD:
+            self._solved.add(name)
+            self.log.say(f"[{name}] solved: reward {metrics['reward']:.3f}, every group alike in {EMPTY_LIMIT} iterations")
+        elif self._empty[name] >= EMPTY_LIMIT:
             raise TrainingStopped(
                 f"{name}: no informative group in {EMPTY_LIMIT} iterations (reward {metrics['reward']:.2f}); "
                 "the environment gives this model no signal: calibrate it, then --resume"

@@ -1,8 +1,9 @@
 """Key/value cache and attention for batched sampling in this process.
 
-Rows that sample from the same prompt read one copy of its keys and values (``SharedPromptLayer``), and what a row adds goes
-into a buffer that is written in place. Compared with repeating a ``DynamicCache`` per row this removes the copy of the
-whole cache at every step, and the prompt is read once per group instead of once per row. Results are the same up to rounding.
+Rows that sample from the same prompt read one copy of its keys and values (``SharedPromptLayer``), and what a row adds
+goes into a buffer that is written in place. Compared with repeating a ``DynamicCache`` per row this removes the copy of
+the whole cache at every step, and the prompt is read once per group instead of once per row. Results are the same up to
+rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ ATTENTION = "trace_sdpa"
 class RowMap:
     """Which prompt each row continues. ``slots`` [U, G] lists the rows of every prompt, padded with row 0.
 
-    ``place`` [N] is the position of each row in the flattened ``slots``; ``keep`` [U, P] marks the real prompt keys (None = all).
+    ``place`` [N] is the position of each row in the flattened ``slots``; ``keep`` [U, P] marks the real prompt keys
+    (None = all).
     """
 
     slots: torch.Tensor

@@ -13,7 +13,7 @@ from peft import PeftModel
 from game_registry import GameMix
 from train.forward import action_logprobs, make_packs
 from train.groups import Group
-from train.lora import activate, adapter_parameters
+from train.lora import activate, adapter_parameters, adapter_state, restore_adapter
 from train.losses import LossConfig, Totals, group_advantages, importance_weights, mismatch_metrics, policy_loss
 from train.packing import Pack, TokenSequence
 
@@ -22,7 +22,7 @@ FIRST_TRAIN_SEED = 1_000_000  # below: rollouts, calibration, held-out evaluatio
 
 @dataclasses.dataclass(frozen=True)
 class TrainItem:
-    """One scored rollout for the learner. ``sampler_logprobs``: of its action tokens; NaN = unknown (a swapped prompt)."""
+    """One scored rollout. ``sampler_logprobs``: of its action tokens; NaN = unknown (a swapped prompt)."""
 
     sequence: TokenSequence
     advantage: float
@@ -63,7 +63,9 @@ def items_of_groups(groups: Sequence[Group], normalise: bool) -> list[TrainItem]
                 mask = plain.action_mask[: plain.prompt_len] + mask[episode.prompt_len :]
                 sampler = [math.nan] * len(sampler)
             if sampler:
-                items.append(TrainItem(TokenSequence(ids, mask), advantage, tuple(sampler), index))
+                end = len(mask) - mask[::-1].index(True)  # what an environment said last is context of nothing
+                sequence = TokenSequence(ids[:end], mask[:end])
+                items.append(TrainItem(sequence, advantage, tuple(sampler), index))
     return items
 
 
@@ -104,10 +106,11 @@ class Learner:
     def update(self, items: Sequence[TrainItem], config: UpdateConfig) -> dict[str, float]:
         """Optimiser steps on ``items`` (the same on every rank; each rank computes its share of the packs).
 
-        With one step the policy that is updated is the one that sampled: the ratio is 1 and the sampler's rounding enters as a
-        truncated importance weight. With several steps the sampler's log-probs are the old policy's and the clip acts.
+        With one step the policy that is updated is the one that sampled: the ratio is 1 and the sampler's rounding
+        enters as a truncated importance weight. With several steps the sampler's log-probs are the old policy's and the
+        clip acts.
         """
-        activate(self.model, self.name)
+        self._activate()
         n_groups = len({item.group for item in items})
         per_step = config.groups_per_step or n_groups
         order = sorted({item.group for item in items})
@@ -126,9 +129,13 @@ class Learner:
         self.version += 1
         return {key: value / n_steps for key, value in totals.items()} | {"optimizer_steps": float(n_steps)}
 
+    def _activate(self) -> None:
+        """Make the model the policy that is updated."""
+        activate(self.model, self.name)
+
     @torch.no_grad()
     def _with_old_logprobs(self, items: Sequence[TrainItem], config: UpdateConfig) -> list[TrainItem]:
-        """Items whose sampler log-probs are unknown get the present policy's, so that later steps have an old policy."""
+        """Items with unknown sampler log-probs get the present policy's, so that later steps have an old policy."""
         done = list(items)
         for index, item in enumerate(items):
             if any(map(math.isnan, item.sampler_logprobs)):
@@ -199,6 +206,13 @@ class Learner:
         return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
 
     # ------------------------------------------------------------------ state
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What is trained, for a checkpoint."""
+        return adapter_state(self.model, self.name)
+
+    def restore_weights(self, tensors: dict[str, torch.Tensor]) -> None:
+        restore_adapter(self.model, self.name, tensors)
 
     def counters(self) -> dict[str, Any]:
         """JSON part of a checkpoint."""

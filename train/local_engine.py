@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -75,10 +74,10 @@ class _Batch:
 
 
 def _draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Inverse transform sampling: the first index at which the running sum of a row exceeds ``uniform`` times its total.
+    """Inverse transform sampling: the first index at which the running sum exceeds ``uniform`` times the row's total.
 
     Args:
-        probabilities: [N, vocab], fp32. ``uniform``: [N] in [0, 1). The sum runs over blocks first, then inside one block.
+        probabilities: [N, vocab], fp32. ``uniform``: [N] in [0, 1). The sum runs over blocks, then inside one block.
     """
     n, vocab = probabilities.shape
     block = 256
@@ -92,6 +91,12 @@ def _draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     within = torch.searchsorted(inner, (target - before)[:, None], right=True)[:, 0]
     last = (padded[rows, which] > 0).long().mul(torch.arange(1, block + 1, device=which.device)).argmax(-1)
     return which * block + torch.minimum(within, last)  # rounding never picks a token of probability zero
+
+
+def _common_prefix(prompts: Sequence[Sequence[int]]) -> int:
+    """Tokens that all prompts begin with: what the smallest and the largest have in common."""
+    low, high = min(prompts), max(prompts)
+    return next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
 
 
 def pick_dtype(device: str) -> torch.dtype:
@@ -130,7 +135,7 @@ class LocalEngine:
     """``Engine`` on a model in this process.
 
     Args:
-        model: a causal LM, a peft model on one, or a routed model; anything with the forward of a transformers causal LM.
+        model: a causal LM, a peft or routed model on one: anything with the forward of a transformers causal LM.
         codec: gives the stop tokens and decodes stop strings.
         max_rows: rows decoded together; more requests wait for the next batch.
     """
@@ -261,7 +266,7 @@ class LocalEngine:
         ]
 
     def _split(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Prompts that may share a batch: all, or for models with a recurrent state (no padding) those of one length."""
+        """Prompts that may share a batch: all; with a recurrent state (no padding) those of one length."""
         if has_only_full_attention(self._base()):
             return [list(range(len(prompts)))]
         by_length: dict[int, list[int]] = {}
@@ -281,7 +286,7 @@ class LocalEngine:
     def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[Any, torch.Tensor, torch.Tensor]:
         """Run distinct prompts. Returns the cache, the last logits [U, vocab] and the key mask [U, keys]."""
         device = self._base().device
-        shared = len(os.path.commonprefix(prompts)) if len(prompts) > 1 else 0
+        shared = _common_prefix(prompts) if len(prompts) > 1 else 0
         shared = min(shared, min(map(len, prompts)) - 1)
         cache = new_cache(self._base())
         if shared >= 16:
@@ -322,7 +327,7 @@ class LocalEngine:
         return out.logits
 
     def _decode(self, batch: _Batch, logits: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Sample until every row is finished. ``logits``: [N, vocab] of the first token; ``lengths``: [N] prompt lengths."""
+        """Sample until every row is finished. ``logits``: [N, vocab], first token; ``lengths``: [N] of the prompts."""
         step = 0
         while True:
             tokens = self._choose(batch.rows, logits)

@@ -1,7 +1,7 @@
 """LoRA adapters on one frozen base: create, save in both published forms, load.
 
-Forms (README, "Files"): a PEFT folder ``<name>/`` that peft and vLLM load as it is, and ``<name>.safetensors`` with the same
-tensors and the PEFT config in its metadata.
+Forms (README, "Files"): a PEFT folder ``<name>/`` that peft and vLLM load as it is, and ``<name>.safetensors`` with the
+same tensors and the PEFT config in its metadata.
 """
 
 from __future__ import annotations
