@@ -16,6 +16,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import select
 import sysconfig
 import threading
@@ -25,7 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from game_registry import AgentError, Game, GameError, GameSpec, Message
+from game_registry import AgentError, Game, GameError, GameSpec, Message, get_game
 from pipeline import sandbox
 from pipeline.files import InputError
 from pipeline.sandbox import INSIDE, PYTHON, Isolation, Limits
@@ -431,6 +432,30 @@ def sandboxed_spec(path_or_spec: str | os.PathLike[str], **options: Any) -> Game
     environment = SandboxedEnvironment(path_or_spec, **options)
     _open.append(environment)
     return environment.spec
+
+
+def resolve_game(name: str, root: str | os.PathLike[str] | None = None, isolation: str | None = None) -> GameSpec:
+    """The spec of a registered name, with model-written environments in the sandbox.
+
+    Shipped environments (``games/``) and modules of TRACE_GAME_MODULES, which somebody chose to install, are imported.
+    Files ``capability_*_game.py`` in ``root`` (default: the project's root) are where stage 2 writes: they are not.
+
+    Args:
+        isolation: ``auto``, ``bwrap``, ``process``, or ``none`` to import those too. Default: TRACE_ISOLATION, or auto.
+
+    Raises:
+        GameError: unknown name, or its file does not import.
+        InputError: no sandbox here.
+    """
+    isolation = isolation or os.environ.get("TRACE_ISOLATION") or "auto"
+    if isolation == "none":
+        return get_game(name, root)
+    folder = Path(root).resolve() if root is not None else ROOT
+    written = sorted(folder.glob("capability_*_game.py"))
+    for file in sorted(written, key=lambda f: f.stem != f"{name}_game"):
+        if re.search(rf"[\"']{re.escape(name)}[\"']", file.read_text(encoding="utf-8", errors="replace")):
+            return sandboxed_spec(file, name=name, isolation=isolation)
+    return get_game(name, ROOT / "games")  # only what is shipped: discovery in a folder of files would import them
 
 
 @atexit.register
