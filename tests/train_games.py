@@ -59,6 +59,13 @@ class ConstantGame(PrintableGame):
         return super().get_summary() | {"reward": 0.25}
 
 
+class SolvedGame(PrintableGame):
+    turns = 1
+
+    def get_summary(self) -> dict[str, Any]:
+        return super().get_summary() | {"reward": 1.0}
+
+
 class SometimesConstantGame(PrintableGame):
     """Every second seed gives a constant reward."""
 
@@ -107,7 +114,7 @@ class UnmakeableGame(PrintableGame):
 
 GAMES = {
     "printable": PrintableGame, "digits": DigitsGame, "constant": ConstantGame, "sometimes": SometimesConstantGame,
-    "flaky": FlakyGame, "stuck": StuckGame, "raising": RaisingGame, "unmakeable": UnmakeableGame,
+    "solved": SolvedGame, "flaky": FlakyGame, "stuck": StuckGame, "raising": RaisingGame, "unmakeable": UnmakeableGame,
 }  # fmt: skip
 
 

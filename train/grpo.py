@@ -250,7 +250,8 @@ class Trainer:
         self._nonfinite[name] = self._nonfinite.get(name, 0) + 1 if metrics.get("nonfinite") else 0
         if self._empty[name] >= EMPTY_LIMIT and metrics["reward"] >= SOLVED_REWARD:
             self._solved.add(name)
-            self.log.say(f"[{name}] solved: reward {metrics['reward']:.3f}, every group alike in {EMPTY_LIMIT} iterations")
+            reward = metrics["reward"]
+            self.log.say(f"[{name}] solved: reward {reward:.3f}, every group alike in {EMPTY_LIMIT} iterations")
         elif self._empty[name] >= EMPTY_LIMIT:
             raise TrainingStopped(
                 f"{name}: no informative group in {EMPTY_LIMIT} iterations (reward {metrics['reward']:.2f}); "
