@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from pipeline.files import run_cli, write_text
+from pipeline.files import InputError, run_cli, write_text
 
 LAST = 4  # iterations whose rollouts the gate learns from: the adapters are nearly what they will be
 
@@ -17,16 +17,17 @@ def main() -> int:
     parser.add_argument("--run", type=Path, required=True, help="run folder")
     parser.add_argument("--model", required=True)
     parser.add_argument("--names", nargs="+", required=True, help="capabilities in slot order")
-    parser.add_argument("--iterations", type=int, required=True, help="of the training run")
     args = parser.parse_args()
-    first = max(1, args.iterations - LAST + 1)
     recent = args.run / "gate_rollouts"
     recent.mkdir(parents=True, exist_ok=True)
+    for old in recent.iterdir():
+        old.unlink()
     for name in args.names:
-        for iteration in range(first, args.iterations + 1):
-            link = recent / f"{name}_{iteration:06d}.jsonl"
-            link.unlink(missing_ok=True)
-            link.symlink_to((args.run / "train" / "rollouts" / link.name).resolve())
+        logs = sorted((args.run / "train" / "rollouts").glob(f"{name}_[0-9]*.jsonl"))
+        if not logs:
+            raise InputError(f"{args.run}/train/rollouts: no rollout log of {name}; train with rollout_log: true")
+        for log in logs[-LAST:]:
+            (recent / log.name).symlink_to(log.resolve())
     config = {
         "run_name": "quickstart",
         "output_dir": str(args.run / "gate"),

@@ -47,7 +47,7 @@ stage 08_grpo python -m train --config examples/quickstart/train.yaml --capabili
   --max-iters "$ITERATIONS" --output-dir "$RUN/train" --adapter-dir "$RUN/adapters" --resume
 
 # 4 Composition: the gate, trained on the successful rollouts of the last iterations
-python examples/quickstart/gate_config.py --run "$RUN" --model "$MODEL" --names "${CHOSEN[@]}" --iterations "$ITERATIONS"
+python examples/quickstart/gate_config.py --run "$RUN" --model "$MODEL" --names "${CHOSEN[@]}"
 stage 09_gate python -m train.train_router_sft --config "$RUN/moe_gate.yaml"
 
 # 5 Evaluation on seeds that nobody has trained on
