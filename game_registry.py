@@ -34,9 +34,6 @@ Message = dict[str, Any]  # one OpenAI chat message: role, content, tool_calls .
 ROOT = Path(__file__).resolve().parent
 
 
-# --------------------------------------------------------------------------- errors and outcomes
-
-
 class GameError(ValueError):
     """A fault of a registration, a name or an environment module; the text says what to do."""
 
@@ -71,9 +68,6 @@ class Failed:
 Outcome = Scored | Failed
 
 
-# --------------------------------------------------------------------------- the contract
-
-
 class Game(Protocol):
     """One environment instance. Plain Python, no I/O, fast; ``reset(seed)`` fixes everything.
 
@@ -103,7 +97,8 @@ class GameSpec:
 
     Args:
         name: unique; ``capability_<name>`` for a capability, anything else for a target benchmark.
-        make_env: no arguments; with ``needs_user_llm`` it takes the keyword ``user_llm``, a function from messages to text.
+        make_env: no arguments; with ``needs_user_llm`` it takes the keyword ``user_llm``, a function from messages to
+            text.
         extract_action: text of a turn -> action JSON, or None when there is no call. Default: ``parse_turn``.
         action_space: tool names, for the reader; empty = whatever ``get_tool_schemas`` says.
         stop_sequences: strings that end a turn, beside the end-of-turn token.
@@ -137,10 +132,9 @@ class GameSpec:
         if self.max_gen_tokens < 1:
             raise GameError(f"game {self.name}: max_gen_tokens must be >= 1, found {self.max_gen_tokens}")
         if self.tools_in not in ("chat_template", "system_prompt"):
-            raise GameError(f"game {self.name}: tools_in must be chat_template or system_prompt, found {self.tools_in!r}")
+            found = repr(self.tools_in)
+            raise GameError(f"game {self.name}: tools_in must be chat_template or system_prompt, found {found}")
 
-
-# --------------------------------------------------------------------------- registry and discovery
 
 _REGISTRY: dict[str, GameSpec] = {}
 _ORIGIN: dict[str, str] = {}
@@ -195,8 +189,10 @@ def load_game_file(path: str | os.PathLike[str]) -> list[str]:
 def discover(root: str | os.PathLike[str] | None = None) -> dict[str, GameSpec]:
     """Import every environment and return the registry.
 
-    Looks at ``capability_*_game.py`` in ``root`` (default: this file's folder), at the modules of ``games/``, and at the
-    modules named in ``TRACE_GAME_MODULES``. A module that fails is a warning here and an error when its game is asked for.
+    Looks at ``capability_*_game.py`` in ``root`` (default: this file's folder), at the modules of ``games/``, and at
+    the modules named in ``TRACE_GAME_MODULES``. A module that fails is a warning here and an error when its game is
+    asked
+    for.
     """
     folder = Path(root).resolve() if root is not None else ROOT
     sources = sorted(folder.glob("capability_*_game.py"))
@@ -250,7 +246,7 @@ def get_game(name: str, root: str | os.PathLike[str] | None = None) -> GameSpec:
     if name in known:
         return known[name]
     for key, reason in _FAILED_IMPORTS.items():
-        if name in key or "registered twice" in reason and f"{name!r}" in reason:
+        if name in key or ("registered twice" in reason and f"{name!r}" in reason):
             raise GameError(reason)
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)
     broken = f"; these modules failed to import: {', '.join(_FAILED_IMPORTS)}" if _FAILED_IMPORTS else ""
@@ -299,9 +295,6 @@ class GameMix:
         return dealt
 
 
-# --------------------------------------------------------------------------- the episode loop
-
-
 def apply_extractor(spec: GameSpec, text: str, tools: Sequence[ToolSchema]) -> ParsedTurn:
     """``spec.extract_action`` when there is one, else ``parse_turn``: the one parser of all stages."""
     if spec.extract_action is None:
@@ -327,7 +320,8 @@ class Turn:
 class Reply:
     """An agent's answer. ``actions`` is set when a server or a scripted policy gives calls instead of text.
 
-    ``finish_reason``: ``stop``, ``length`` (cut at the token limit of a turn) or ``context`` (no room for another turn).
+    ``finish_reason``: ``stop``, ``length`` (cut at the token limit of a turn) or ``context`` (no room for another
+    turn).
     """
 
     text: str = ""
@@ -481,7 +475,8 @@ def _score(env: Game) -> tuple[dict[str, Any], Outcome]:
     if not isinstance(summary, dict) or "reward" not in summary:
         raise _EnvironmentFault(f"get_summary() must return a dict with 'reward', found {summary!r:.80}")
     reward = summary["reward"]
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward) or not 0 <= reward <= 1:
+    is_number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
+    if not is_number or not 0 <= reward <= 1:
         raise _EnvironmentFault(f"reward must be a finite number in [0, 1], found {reward!r:.80}")
     return dict(summary), Scored(float(reward))
 

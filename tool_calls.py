@@ -64,7 +64,8 @@ def read_json_call(block: str) -> Action | str:
     try:
         call = json.loads(block)
     except (ValueError, RecursionError) as error:
-        return f"the tool call is not valid JSON ({error.__class__.__name__}); expected {{\"name\": ..., \"arguments\": {{...}}}}"
+        fault = error.__class__.__name__
+        return f'the tool call is not valid JSON ({fault}); expected {{"name": ..., "arguments": {{...}}}}'
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return 'the tool call has no "name"; expected {"name": ..., "arguments": {...}}'
     arguments = call.get("arguments", call.get("parameters", {}))

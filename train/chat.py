@@ -1,8 +1,9 @@
 """Messages to tokens, in one place. Sampled tokens stay verbatim; only new messages are tokenised, as a suffix.
 
-A chat template is asked for two things: the prompt before the first turn, and the text between the end of an assistant turn
-and the start of the next one. The second is rendered behind a fixed short conversation, so its cost does not grow with
-the episode and a template that rewrites earlier turns (Qwen3 drops old reasoning) cannot change what was sampled.
+A chat template is asked for two things: the prompt before the first turn, and the text between the end of an
+assistant turn and the start of the next one. The second is rendered behind a fixed short conversation, so its cost
+does not grow with the episode and a template that rewrites earlier turns (Qwen3 drops old reasoning) cannot change
+what was sampled.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class ChatCodec:
 
     Args:
         tokenizer: a transformers tokenizer with a chat template.
-        stop_token_ids: ids that end a turn. Taken from the model's config, since a tokenizer's own eos can be another token.
+        stop_token_ids: ids that end a turn. Taken from the model's config, since a tokenizer's own eos can be another
+            token.
         template_kwargs: passed to the template, for example ``{"enable_thinking": False}``.
 
     Raises:
@@ -80,7 +82,8 @@ class ChatCodec:
         """Context tokens between a sampled turn and the next one: turn ending, ``new_messages``, start of the answer.
 
         Args:
-            turn_closed: the sampled turn already holds its end-of-turn token (False after a cut turn: it is added, as context).
+            turn_closed: the sampled turn already holds its end-of-turn token (False after a cut turn: it is added, as
+                context).
         """
         ids = self._between(new_messages)
         return ids[1:] if turn_closed else ids

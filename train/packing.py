@@ -1,9 +1,10 @@
 """Many episodes as one tree of tokens, so that no token is computed twice.
 
 Episodes of a group share their prompt, episodes of a game share the system prompt and the examples, and rollouts that
-begin alike share sampled tokens too. A pack is the radix tree of its episodes, laid out depth first as one sequence: a token
-attends to its ancestors only, at its own position, so hidden states, log-probs and gradients equal those of separate sequences.
-Depth first means that the tokens below a node stand together: token k is an ancestor of token q (or q itself) exactly when
+begin alike share sampled tokens too. A pack is the radix tree of its episodes, laid out depth first as one sequence:
+a token attends to its ancestors only, at its own position, so hidden states, log-probs and gradients equal those of
+separate sequences. Depth first means that the tokens below a node stand together: token k is an ancestor of token q
+(or q itself) exactly when
 ``k <= q < subtree_end[k]``, so the whole mask is one integer per token.
 Exact for models in which tokens meet in full attention only; ``train.forward`` refuses the others.
 """
@@ -33,8 +34,9 @@ class Pack:
     """A tree of T tokens with the action tokens of its episodes.
 
     input_ids, position_ids, subtree_end: [T]. subtree_end[k]: end of the tokens below (and in) the node of token k.
-    pair_row: [K], ascending: index of the token whose hidden state predicts; pair_target: [K] predicted token id. A pair that
-    several episodes share stands once. pair_of_action[e]: for each action token of episode e, in order, its pair.
+    pair_row: [K], ascending: index of the token whose hidden state predicts; pair_target: [K] predicted token id. A
+    pair that several episodes share stands once. pair_of_action[e]: for each action token of episode e, in order, its
+    pair.
     episodes: indices of the episodes, as given to ``build_pack``.
     """
 

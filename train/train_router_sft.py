@@ -35,7 +35,16 @@ from pipeline.files import InputError, JsonlLog, run_cli, write_json
 from train.chat import ChatCodec
 from train.gate_data import GateData, LabelledEpisode, load_gate_data
 from train.gate_features import FeatureSet, collect_features
-from train.gate_fit import FitSettings, GateFit, GateScore, balance, batch_of, feature_scale, rows_by_episode, score_gates
+from train.gate_fit import (
+    FitSettings,
+    GateFit,
+    GateScore,
+    balance,
+    batch_of,
+    feature_scale,
+    rows_by_episode,
+    score_gates,
+)
 from train.gate_state import load_state, save_state
 
 PASSES = 3  # over the data, when total_steps is 0 (published: 3 epochs)
@@ -179,7 +188,7 @@ class _Progress:
 
 def _identity(config: GateConfig, data: GateData) -> str:
     """Digest of everything that a saved state depends on; a state of another run is not resumed."""
-    settings = config.model_dump(exclude={"output_dir", "run_name", "vllm", "forward_batch_size"})
+    settings = config.model_dump(exclude={"output_dir", "run_name", "vllm", "grpo", "forward_batch_size"})
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for episode in (*data.train, *data.validation):
         digest.update(repr((episode.slot, episode.token_ids, episode.action_mask, episode.undecided)).encode())

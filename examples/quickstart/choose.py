@@ -17,7 +17,8 @@ def main() -> int:
     args = parser.parse_args()
     selection = read_json(args.selection, "selection")
     if not isinstance(selection, list) or len(selection) < args.count:
-        raise InputError(f"selection {args.selection}: expected at least {args.count} capabilities, found {len(selection)}")
+        found = len(selection) if isinstance(selection, list) else type(selection).__name__
+        raise InputError(f"selection {args.selection}: expected at least {args.count} capabilities, found {found}")
     for entry in selection[: args.count]:
         print(entry["skill"])
     return 0

@@ -1,4 +1,5 @@
-"""Write the gate's configuration for a quickstart run: its adapters, and the rollouts of the last training iterations."""
+"""Write the gate's configuration for a quickstart run: its adapters, and the rollouts of the last training iterations.
+"""
 
 from __future__ import annotations
 
