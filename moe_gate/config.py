@@ -22,6 +22,38 @@ class VllmSection(BaseModel):
     base_urls: list[str] = []
 
 
+class GrpoSection(BaseModel):
+    """GRPO of the gates (``train.grpo_gater``); names and defaults as in ``python -m train`` where both have them.
+
+    Args:
+        games: registered environments with weights, ``a:2,b:1``.
+        init_gate: the gates to start from; null = those that ``train_router_sft`` wrote to ``output_dir``.
+        output_dir: null = ``<output_dir>_grpo``.
+        lr: of the gates, on raw hidden states.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    games: str = ""
+    init_gate: str | None = None
+    output_dir: str | None = None
+    max_iters: int = Field(default=40, ge=1)
+    group_size: int = Field(default=16, ge=2)
+    groups_per_batch: int = Field(default=8, ge=1)
+    dynamic_sampling_max_batches: int = Field(default=3, ge=1)
+    lr: float = Field(default=1e-4, ge=0)
+    temperature: float = Field(default=1.0, gt=0)
+    clip_low: float = Field(default=0.2, gt=0)
+    clip_high: float = Field(default=0.28, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    max_seq_length: int = Field(default=16_384, ge=8)
+    episode_deadline_s: float = Field(default=600.0, gt=0)
+    concurrency: int = Field(default=256, ge=1)
+    pack_tokens: int = Field(default=1024, ge=1)
+    save_every: int = Field(default=5, ge=1)
+
+
 class GateConfig(BaseModel):
     """The gate's configuration. Paths are relative to the working directory.
 
@@ -84,6 +116,7 @@ class GateConfig(BaseModel):
     max_tokens_in_memory: int = Field(default=50_000, ge=100)
     forward_batch_size: int = Field(default=16, ge=1)
     vllm: VllmSection = VllmSection()
+    grpo: GrpoSection = GrpoSection()
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> GateConfig:

@@ -53,7 +53,7 @@ def exported(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         for key, parameter in adapter.named_parameters():
             if "lora_B" in key:
-                parameter.data.normal_(0, 0.01)
+                parameter.data.normal_(0, 0.04)
         adapter.save_pretrained(folder / name)
     model = build_capability_model(str(smollm2), {name: str(folder / name) for name in ("lookup", "exact")})
     generator = torch.Generator().manual_seed(3)
@@ -149,31 +149,15 @@ def test_tokens_and_logprobs_equal_transformers(server: tuple[str, str], exporte
         gaps += (scores[0].gather(1, said[:, None])[:, 0] - found).abs().tolist()
         base_gaps += (scores[1].gather(1, said[:, None])[:, 0] - found).abs().tolist()
     assert used == {0, 1, 2}
-    assert sum(base_gaps) / len(base_gaps) > 0.2, "the routing must matter for this test to mean anything"
     if dtype == "float32":
         assert all(equal) and max(gaps) < 2e-3
+        assert sum(base_gaps) > 100 * sum(gaps), "the routing must matter for this test to mean anything"
     else:  # what the base itself shows between the two (docs/serving.md)
         assert sum(equal) / len(equal) > 0.9 and sum(gaps) / len(gaps) < 0.1
 
 
 def test_tool_calls_through_the_openai_client(server: tuple[str, str]) -> None:
-    from openai import OpenAI
-
-    client = OpenAI(base_url=f"{server[0]}/v1", api_key="none")
-    schema = {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]}
-    tools: Any = [
-        {"type": "function", "function": {"name": "get_order", "description": "Look up.", "parameters": schema}}
-    ]
-    reply = client.chat.completions.create(
-        model="routed", messages=[{"role": "user", "content": "Look up order 417."}], tools=tools, temperature=0,
-        tool_choice={"type": "function", "function": {"name": "get_order"}}, max_tokens=60,
-    )  # fmt: skip
-    call = reply.choices[0].message.tool_calls[0]
-    assert call.function.name == "get_order" and isinstance(json.loads(call.function.arguments)["id"], int)
-
-
-def test_a_hermes_call_is_parsed(server: tuple[str, str]) -> None:
-    """tool_choice auto: the text that the routed model writes goes through the hermes parser."""
+    """tool_choice auto: the call that the routed model writes goes through the hermes parser."""
     from openai import OpenAI
 
     client = OpenAI(base_url=f"{server[0]}/v1", api_key="none")
@@ -185,10 +169,7 @@ def test_a_hermes_call_is_parsed(server: tuple[str, str]) -> None:
         messages += [{"role": "user", "content": f"order {number}"}, {"role": "assistant", "content": shot % number}]
     messages.append({"role": "user", "content": "order 417"})
     reply = client.chat.completions.create(model="routed", messages=messages, tools=tools, temperature=0, max_tokens=60)
-    text = reply.choices[0].message.content or ""
     calls = reply.choices[0].message.tool_calls or []
-    assert calls or "<tool_call>" not in text, f"a complete call was left unparsed: {text!r}"
-    if not calls:
-        pytest.skip(f"the small routed model wrote no call: {text[:80]!r}")
-    assert calls[0].function.name == "get_order" and json.loads(calls[0].function.arguments)
+    assert [call.function.name for call in calls] == ["get_order"], reply.choices[0].message
+    assert json.loads(calls[0].function.arguments) == {"id": 417}
     assert reply.choices[0].finish_reason == "tool_calls"
