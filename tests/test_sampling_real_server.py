@@ -207,15 +207,15 @@ def test_evaluation_on_a_server(
     for seed, name in enumerate(("first", "second")):
         make_adapter(smollm2, tmp_path / name, 0.05, seed)
     flags = (
-        f"--model {smollm2} --base-url {vllm_server}/v1 --envs capability_tiny --seeds 10000:10003 --trials 2 --merge"
+        f"--model {smollm2} --base-url {vllm_server}/v1 --envs capability_tiny --seeds 10000:10002 --trials 1 --merge"
     )
     flags += f" --adapters {tmp_path}/first,{tmp_path}/second --out-dir {tmp_path}/out --bootstrap 200"
-    monkeypatch.setattr(sys, "argv", ["evaluate", *flags.split(), "--max-new-tokens", "12"])
+    monkeypatch.setattr(sys, "argv", ["evaluate", *flags.split(), "--max-new-tokens", "6", "--modes", "sampled"])
     assert evaluate.main() == 0
     result = read_json(tmp_path / "out" / "evaluation.json")
     rows = result["results"]["capability_tiny"]["sampled"]
     assert list(rows) == ["base", "first", "second", "merge", "union"] and result["info"]["engine"] == "vllm"
-    assert all(row["n_episodes"] == 6 and row["error_share"] == 0 for row in rows.values())
+    assert all(row["n_episodes"] == 2 and row["error_share"] == 0 for row in rows.values())
     with urllib.request.urlopen(f"{vllm_server}/v1/models", timeout=10) as response:
         assert not [m["id"] for m in json.loads(response.read())["data"] if "@eval" in m["id"]]
 
