@@ -4,8 +4,9 @@
     python benchmarks/bench_grpo_step.py --preset h200 --out benchmarks/results/bench_grpo_step.json
 
 Every variant runs in a process of its own with a time limit; the result file is rewritten after each. Variants:
-``tree`` the learner's update as it trains (packing, forward, backward, clipping, optimiser), ``trl`` TRL's GRPOTrainer loss and
-backward per micro-batch with gradient checkpointing, its default, ``check`` gradient of the tree pass against separate
+``tree`` the learner's update as it trains (packing, forward, backward, clipping, optimiser), ``trl`` TRL's
+GRPOTrainer loss and backward per micro-batch with gradient checkpointing, its default, ``check`` gradient of the tree
+pass against separate
 sequences in fp32, ``attention`` the attention of one layer alone.
 Random weights: speed, memory and exactness do not depend on them.
 """
@@ -37,7 +38,8 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """The model's shape and the group: ``group`` episodes of prompt + suffix tokens, one in ``1 / sampled`` suffix tokens sampled."""
+    """The model's shape and the group: ``group`` episodes of prompt + suffix tokens, one in ``1 / sampled`` suffix
+    tokens sampled."""
 
     config: dict[str, Any]
     dtype: str
@@ -58,7 +60,7 @@ PRESETS = {
             "max_position_embeddings": 40960,
         },
         "bfloat16", 16, 4096, 512, 0.25, 32, 5,
-        {"tree": 140, "trl": 120, "check": 60, "attention": 60},
+        {"tree": 120, "trl": 100, "check": 60, "attention": 60, "tree_flex": 100},
     ),
     "cpu": Preset(
         {
@@ -154,6 +156,8 @@ def run_tree(preset: Preset, device: str) -> dict[str, Any]:
     result = {"step_s": statistics.median(times), "times_s": times, "first_s": first, "peak_gib": peak_gib(device)}
     say(str(result))
     result |= limits(learner.model, items)
+    result["phases_ms"] = phases(learner, items, device)
+    say(str(result["phases_ms"]))
     if device == "cuda":
         result["kernels"] = profile(lambda: learner.update(items, config))
     other = []
@@ -162,6 +166,35 @@ def run_tree(preset: Preset, device: str) -> dict[str, Any]:
         other.append(timed(lambda ragged=ragged: learner.update(ragged, config), 2, device))  # type: ignore[misc]
         say(f"another length of the pack: {other[-1]}")
     return result | {"other_shapes_s": other}
+
+
+def phases(learner: Any, items: list[Any], device: str) -> dict[str, float]:
+    """Milliseconds of the parts of an update, each with the device idle before and after."""
+    from train.forward import action_logprobs, make_packs
+    from train.lora import activate
+
+    sequences = [i.sequence for i in items]
+    kept: dict[str, Any] = {}
+
+    def forward() -> None:
+        kept["values"] = action_logprobs(learner.model, kept["pack"], 1.0)[0]
+
+    def step() -> None:
+        learner._reduce_and_clip(1.0)
+        learner.optimizer.step()
+
+    parts: dict[str, Callable[[], Any]] = {
+        "activate": lambda: activate(learner.model, learner.name),
+        "pack": lambda: kept.update(pack=make_packs(learner.model, sequences, 16384)[0]),
+        "forward": forward,
+        "backward": lambda: kept["values"].sum().backward(),
+        "clip_and_step": step,
+    }
+    found = {}
+    for _ in range(2):
+        for name, part in parts.items():
+            found[name] = round(timed(part, 1, device)[0] * 1e3, 2)
+    return found
 
 
 def limits(model: Any, items: list[Any]) -> dict[str, Any]:
@@ -286,6 +319,9 @@ def run_check(preset: Preset, device: str) -> dict[str, Any]:
     changes = {"num_hidden_layers": 2, "vocab_size": min(4096, preset.config["vocab_size"])}
     small = dataclasses.replace(small, config=preset.config | changes)
     grads: dict[str, Any] = {}
+    from train import tree_attention
+
+    tree_attention.RECTANGLE_PAIRS = 2**12  # the small group's prompt too goes through the merge
     for dtype in ("float32", "bfloat16"):
         learner = new_learner(build_model(small, device, dtype), small)
         generator = torch.Generator(device="cpu").manual_seed(3)
@@ -326,8 +362,17 @@ def plain_loss(model: Any, items: list[Any]) -> Any:
     return total
 
 
+def run_tree_flex(preset: Preset, device: str) -> dict[str, Any]:
+    """``tree`` with FlexAttention alone, no rectangles by cuDNN."""
+    from train import tree_attention
+
+    tree_attention.RECTANGLE_PAIRS = 2**62
+    return run_tree(preset, device)
+
+
 def run_attention(preset: Preset, device: str) -> dict[str, Any]:
-    """Milliseconds of one layer's attention: the tree by FlexAttention, and its large rectangle (suffixes x prompt) by kernels."""
+    """Milliseconds of one layer's attention: the tree by FlexAttention, and its large rectangle (suffixes x prompt) by
+    kernels."""
     import torch
     from train.packing import build_pack
     from train.tree_attention import tree_attention, tree_mask
@@ -342,11 +387,16 @@ def run_attention(preset: Preset, device: str) -> dict[str, Any]:
     )
     grad = torch.randn_like(q)
     start = time.perf_counter()
-    mask = tree_mask(pack.subtree_end, torch.device(device), 4)
-    result: dict[str, Any] = {"mask_ms": (time.perf_counter() - start) * 1e3}
-    forward = lambda: tree_attention(q, k, v, mask, dim**-0.5)  # noqa: E731
-    result["flex"] = both_passes(forward, grad)
-    say(str(result))
+    masks = {
+        name: tree_mask(pack.subtree_end, torch.device(device), 4, rectangles=rectangles)
+        for name, rectangles in (("flex", False), ("flex_and_rectangles", True))
+    }
+    result: dict[str, Any] = {"masks_ms": (time.perf_counter() - start) * 1e3}
+    for name, mask in masks.items():
+        result[name] = both_passes(lambda mask=mask: tree_attention(q, k, v, mask, dim**-0.5), grad)  # type: ignore[misc]
+        grads = torch.autograd.grad(tree_attention(q, k, v, mask, dim**-0.5), (q, k, v), grad)
+        result[name]["norms"] = [float(g.float().norm()) for g in grads]
+        say(f"{name}: {result[name]}")
     cut = preset.prompt
     heads = lambda x, a, b: x[a:b].transpose(0, 1)[None]  # noqa: E731
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -381,7 +431,7 @@ def both_passes(function: Callable[[], Any], grad: Any) -> dict[str, float]:
     return {"forward_ms": median * 1e3, "backward_ms": (statistics.median(total) - median) * 1e3}
 
 
-VARIANTS = {"tree": run_tree, "check": run_check, "attention": run_attention, "trl": run_trl}
+VARIANTS = {"tree": run_tree, "tree_flex": run_tree_flex, "check": run_check, "attention": run_attention, "trl": run_trl}
 
 
 # ---------------------------------------------------------------------- driver

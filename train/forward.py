@@ -10,10 +10,11 @@ from pipeline.files import InputError
 from train.checkpointing import layers_to_checkpoint
 from train.logprobs import pair_logprobs
 from train.packing import Pack, TokenSequence, build_pack, pack_episodes
-from train.tree_attention import tree_mask
+from train.tree_attention import suits_cudnn, tree_mask
 from train.tree_decoder import decode, refusal
 
-# Model types on which tests/test_train_architectures.py shows that tree-packed gradients equal those of separate sequences.
+# Model types on which tests/test_train_architectures.py shows that tree-packed gradients equal those of separate
+# sequences.
 TREE_MODEL_TYPES = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe"})
 
 
@@ -82,13 +83,15 @@ def action_logprobs(
 
 
 def _hidden_of_rows(base: Any, pack: Pack, rows: torch.Tensor, checkpoint: str) -> torch.Tensor:
-    """Final hidden states [R, d] of ``rows``: through the fast decoder, or the model's own forward where that one refuses."""
+    """Final hidden states [R, d] of ``rows``: through the fast decoder, or the model's own forward where that one
+    refuses."""
     device = base.device
     input_ids, position_ids = pack.input_ids.to(device), pack.position_ids.to(device)
     if refusal(base) is None:
         config = base.config.get_text_config()
         groups = config.num_attention_heads // config.num_key_value_heads
-        mask = tree_mask(pack.subtree_end, device, groups)
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        mask = tree_mask(pack.subtree_end, device, groups, rectangles=suits_cudnn(device, base.dtype, dim))
         layers = layers_to_checkpoint(base, pack.n_tokens, checkpoint) if torch.is_grad_enabled() else 0
         return decode(base, input_ids, position_ids, mask, rows, layers)
     dense = None if pack.is_chain else pack.attention_mask().to(device)

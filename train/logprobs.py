@@ -1,7 +1,7 @@
 """Log-probs of action tokens without ever holding [tokens, vocab] logits.
 
-The LM head runs on the rows that predict an action token only, in chunks, and again in backward. A row that predicts several
-tokens (rollouts that branch there) is computed once.
+The LM head runs on the rows that predict an action token only, in chunks, and again in backward. A row that predicts
+several tokens (rollouts that branch there) is computed once.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class _PairLogprobs(torch.autograd.Function):
         bounds = _chunk_bounds(row, len(hidden), chunk)
         row, target = row.to(hidden.device), target.to(hidden.device)
         for start, end, first, last in bounds:
-            logits = (hidden[start:end] @ weight.T).float().div_(temperature)
+            logits = _logits(hidden[start:end], weight, temperature)
             normaliser[start:end] = torch.logsumexp(logits, dim=-1)
             pairs = slice(first, last)
             logprobs[pairs] = logits[row[pairs] - start, target[pairs]] - normaliser[row[pairs]]
-            probabilities = (logits - normaliser[start:end, None]).exp_()
-            entropy[start:end] = normaliser[start:end] - (probabilities * logits).sum(-1)
+            logits -= normaliser[start:end, None]
+            entropy[start:end] = -(logits.exp() * logits).sum(-1)
         ctx.save_for_backward(hidden, weight, row, target, normaliser)
         ctx.temperature, ctx.bounds = temperature, bounds
         ctx.mark_non_differentiable(entropy)
@@ -44,19 +44,26 @@ class _PairLogprobs(torch.autograd.Function):
         hidden, weight, row, target, normaliser = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         for start, end, first, last in ctx.bounds:
-            logits = (hidden[start:end] @ weight.T).float().div_(ctx.temperature)
+            logits = _logits(hidden[start:end], weight, ctx.temperature)
             pairs = slice(first, last)
             local = row[pairs] - start
             per_row = torch.zeros(end - start, device=logits.device).index_add_(0, local, grad_logprobs[pairs])
             grad = (logits - normaliser[start:end, None]).exp_().mul_(-per_row[:, None])  # -g softmax
             grad.index_put_((local, target[pairs]), grad_logprobs[pairs], accumulate=True)  # + g one_hot
-            grad_hidden[start:end] = (grad.div_(ctx.temperature).to(weight.dtype) @ weight).to(hidden.dtype)
+            if ctx.temperature != 1.0:
+                grad.div_(ctx.temperature)
+            grad_hidden[start:end] = (grad.to(weight.dtype) @ weight).to(hidden.dtype)
         return grad_hidden, None, None, None, None, None
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
+    logits = (hidden @ weight.T).float()
+    return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def _chunk_bounds(row: torch.Tensor, n_rows: int, chunk: int) -> list[tuple[int, int, int, int]]:
     """(first row, end row, first pair, end pair) of each chunk."""
-    edges = list(range(0, n_rows, chunk)) + [n_rows]
+    edges = [*range(0, n_rows, chunk), n_rows]
     pairs = torch.searchsorted(row, torch.tensor(edges, device=row.device)).tolist()
     return [(edges[i], edges[i + 1], pairs[i], pairs[i + 1]) for i in range(len(edges) - 1)]
 
@@ -74,7 +81,8 @@ def pair_logprobs(
 
     Args:
         hidden: [R, d] last hidden states of the rows that predict. head_weight: [vocab, d], frozen.
-        pair_row: [K] indices into ``hidden``, ascending; pair_target: [K]. Both best on the CPU (no wait for the device).
+        pair_row: [K] indices into ``hidden``, ascending; pair_target: [K]. Both best on the CPU (no wait for the
+            device).
         temperature: of sampling (1.0 for greedy evaluation).
         chunk: rows of logits held at a time; memory is chunk * vocab * 4 bytes, twice.
 

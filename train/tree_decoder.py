@@ -1,8 +1,9 @@
 """A pack through the decoder of a transformers model, with the fast pieces in place of its own forward.
 
-Every layer is still called as the module it is, so that hooks on it (a sharded base, offloading) act; only what happens inside is
-replaced: ``train.fast_lora`` for norms, projections and gates, ``train.tree_attention`` for attention. Which models this is
-true for is decided by ``refusal``; tests compare hidden states and gradients with the model's own forward.
+Every layer is still called as the module it is, so that hooks on it (a sharded base, offloading) act; only what
+happens inside is replaced: ``train.fast_lora`` for norms, projections and gates, ``train.tree_attention`` for
+attention. Which models
+this is true for is decided by ``refusal``; tests compare hidden states and gradients with the model's own forward.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from train.fast_lora import (
     AdaptedLinear,
@@ -57,11 +59,12 @@ def _is_dense(layer: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """What every layer needs to know beside its input. cos, sin: [T, dim]."""
+    """What a layer needs to know beside its input. cos, sin: [T, dim]; rows: the only ones whose result is asked for, or all."""
 
     cos: torch.Tensor
     sin: torch.Tensor
     mask: TreeMask
+    rows: torch.Tensor | None
 
 
 def decode(
@@ -81,17 +84,14 @@ def decode(
     decoder = base.get_decoder()
     hidden = decoder.embed_tokens(input_ids)
     cos, sin = decoder.rotary_emb(hidden[None], position_ids[None])
-    step = _Step(cos[0], sin[0], mask)
+    last = len(decoder.layers) - 1
     for index, layer in enumerate(decoder.layers):
+        step = _Step(cos[0], sin[0], mask, rows if index == last else None)
         if index < checkpoint_layers and torch.is_grad_enabled():
-            hidden = torch.utils.checkpoint.checkpoint(
-                _run_layer, layer, hidden, step, use_reentrant=False, preserve_rng_state=False
-            )
+            hidden = checkpoint(_run_layer, layer, hidden, step, use_reentrant=False, preserve_rng_state=False)
         else:
             hidden = _run_layer(layer, hidden, step)
-    norm = decoder.norm
-    result: torch.Tensor = _Norm.apply(hidden[rows], norm.weight, norm.variance_epsilon)
-    return result
+    return _norm(decoder.norm, hidden)
 
 
 def _run_layer(layer: Any, hidden: torch.Tensor, step: _Step) -> torch.Tensor:
@@ -119,20 +119,27 @@ def _layer(layer: Any, hidden: torch.Tensor, step: _Step) -> torch.Tensor:
         rotated_heads(x, *_head_norm(attention, name), step.cos, step.sin)
         for x, name in ((query, "q_norm"), (key, "k_norm"))
     )
-    mixed = tree_attention(query, key, value, step.mask, attention.scaling)
-    hidden = projection(mixed.flatten(1), linears[3], hidden)
+    mixed = tree_attention(query, key, value, step.mask, attention.scaling).flatten(1)
+    if step.rows is not None:
+        mixed, hidden = mixed.index_select(0, step.rows), hidden.index_select(0, step.rows)
+    hidden = projection(mixed, linears[3], hidden)
     norm = layer.post_attention_layernorm
     if not _is_dense(layer):
-        normed: torch.Tensor = _Norm.apply(hidden, norm.weight, norm.variance_epsilon)
-        return hidden + layer.mlp(normed[None])[0]
+        routed: torch.Tensor = layer.mlp(_norm(norm, hidden)[None])[0]
+        return hidden + routed
     gate, up, down = (AdaptedLinear.of(getattr(layer.mlp, name)) for name in ("gate_proj", "up_proj", "down_proj"))
-    gated = normed_projections(hidden, norm.weight, norm.variance_epsilon, [gate, up])
-    return swiglu_projection(*gated, down, hidden)
+    gated, open_up = normed_projections(hidden, norm.weight, norm.variance_epsilon, [gate, up])
+    return swiglu_projection(gated, open_up, down, hidden)
 
 
 def _head_norm(attention: Any, name: str) -> tuple[torch.Tensor | None, float]:
     norm = getattr(attention, name, None)
     return (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+
+
+def _norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = _Norm.apply(hidden, norm.weight, norm.variance_epsilon)
+    return result
 
 
 class _Norm(torch.autograd.Function):
