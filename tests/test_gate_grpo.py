@@ -143,7 +143,7 @@ def test_training_sees_the_policy_that_sampled(project: Path) -> None:
 
 
 def test_the_gradient_favours_the_slot_that_makes_good_tokens_likely(project: Path) -> None:
-    """Sequences that adapter beta likes get the positive advantage: beta's logits rise against alpha's and the base's."""
+    """What beta writes gets a positive advantage: by the gates alone the routed policy comes to write it."""
     learner, _ = learner_and_items(project)
     model = learner.model
     for parameter in gater_parameters(model):
