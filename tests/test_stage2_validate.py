@@ -171,3 +171,23 @@ def test_bad_flags() -> None:
 
 def test_check_is_about_the_environment_alone() -> None:
     assert Check("x", None, "", "").passed is None  # a skipped check never fails a panel
+
+
+SHIPPED = (
+    "helpdesk",
+    "capability_multi_step_task_completion",
+    "capability_precondition_verification",
+    "capability_structured_data_reasoning",
+    "capability_tool_calling_precision",
+)
+
+
+@pytest.fixture(scope="module")
+def helpdesk_tools() -> tuple[dict[str, object], ...]:
+    return load_target_tools("helpdesk", ISOLATION)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_environments_pass(name: str, helpdesk_tools: tuple[dict[str, object], ...]) -> None:
+    panel = run(name, target_tools=helpdesk_tools)
+    assert failing(panel) == set(), render(panel)
