@@ -146,7 +146,7 @@ def _criteria(stats: GroupStats, bands: Bands) -> tuple[Criterion, ...]:
             stats.constant,
             0.0,
             bands.max_constant,
-            "add reward levels; a share of nan means one rollout per seed: collect with --num-samples 2 or more",
+            "add reward levels" if stats.constant.n else "collect with --num-samples 2 or more to know",
         ),
     )
 
