@@ -3,10 +3,10 @@
     python -m train.grpo_gater --config configs/moe_gate.yaml --games capability_a:1,capability_b:1
 
 The policy is the routed model: it samples with hard top-1 routes, in this process. The update is that of
-``python -m train`` (groups, dynamic refill, per-token clipped loss, packed episodes), on all action tokens of all turns.
-A route is a discrete choice; its gradient is straight-through: the forward takes the one-hot of the argmax, the backward
-that of the softmax, so a gate is pushed towards slots that would have made good tokens likelier. Hinted rollouts are not
-used: every rollout of a group has the same prompt, so no hint is in a baseline.
+``python -m train`` (groups, dynamic refill, per-token clipped loss, packed episodes), on all action tokens of all
+turns. A route is a discrete choice; its gradient is straight-through: the forward takes the one-hot of the argmax, the
+backward that of the softmax, so a gate is pushed towards slots that would have made good tokens likelier. Hinted
+rollouts are not used: every rollout of a group has the same prompt, so no hint is in a baseline.
 
 Starts from the gates of ``train.train_router_sft``; writes ``gate.safetensors``, ``metrics.jsonl`` and checkpoints.
 """
