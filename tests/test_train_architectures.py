@@ -141,7 +141,7 @@ def test_tree_gradients_equal_plain_ones(family: str, options: dict[str, Any]) -
 def test_the_models_own_forward_with_a_dense_mask_is_exact_too(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, episodes = adapted(family), group()
     expected = gradient(model, plain_logprobs(model, episodes))
-    monkeypatch.setattr(forward, "refusal", lambda base: "for this test")
+    monkeypatch.setattr(forward, "structure_refusal", lambda base: "for this test")
     assert relative(gradient(model, packed_logprobs(model, episodes)), expected) < 1e-5
 
 
@@ -252,10 +252,33 @@ def test_what_the_fast_path_refuses() -> None:
     assert "merged" in (refusal(forward.base_model(model)) or "")
 
 
-def test_a_refused_model_is_computed_by_its_own_forward() -> None:
-    model, episodes = adapted("llama", hidden_act="gelu"), group()
+@pytest.mark.parametrize("reason", ["activation", "adapter"])
+def test_a_refused_model_is_computed_by_its_own_forward(reason: str) -> None:
+    model, episodes = adapted("llama", **({"hidden_act": "gelu"} if reason == "activation" else {})), group()
+    if reason == "adapter":  # only the last layer: the fast path has to start over
+        model.base_model.model.model.layers[1].mlp.up_proj.lora_dropout["skill"] = torch.nn.Dropout(0.1).eval()
     expected = gradient(model, plain_logprobs(model, episodes))
     assert relative(gradient(model, packed_logprobs(model, episodes)), expected) < 1e-5
+
+
+def test_activating_the_active_adapter_changes_nothing_and_a_foreign_switch_is_seen() -> None:
+    for family in ("llama", "qwen3_moe"):
+        model = adapted(family)
+        attach_adapter(model, "other", lora_config(2, 2), seed=5)
+
+        def trained(model: PeftModel = model) -> set[str]:
+            return {n for n, p in model.named_parameters() if p.requires_grad}
+
+        assert trained() == set(adapter_parameters(model, "other"))
+        activate(model, "other")
+        assert trained() == set(adapter_parameters(model, "other"))
+        model.base_model.set_adapter("skill")  # behind the peft model's back
+        activate(model, "other")
+        assert trained() == set(adapter_parameters(model, "other"))
+        with model.disable_adapter():
+            pass
+        activate(model, "skill")
+        assert trained() == set(adapter_parameters(model, "skill"))
 
 
 # ---------------------------------------------------------------------- files

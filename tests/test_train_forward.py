@@ -418,11 +418,11 @@ def test_hooks_on_layers_still_act() -> None:
     model = attach_adapter(tiny_model("llama"), "skill", lora_config(4, 8), seed=0)
     layers = model.get_base_model().get_decoder().layers
     seen = []
-    handle = layers[1].register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    handle = layers[0].register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
     (pack,) = make_packs(model, [TokenSequence([5, 6, 7], [False, True, True])], 100)
     action_logprobs(model, pack, 1.0)
     handle.remove()
-    assert seen == [(3, 32)] and "forward" not in vars(layers[1])
+    assert seen == [(3, 32)] and "forward" not in vars(layers[0])
 
 
 def test_only_rows_that_predict_reach_the_head() -> None:

@@ -1,9 +1,10 @@
 """LoRA on the fused experts of a mixture-of-experts layer (Qwen3-MoE in transformers >= 5).
 
-transformers holds gate and up of all experts in one tensor; the published adapters, vLLM and peft's files know three projections
-per expert, each of rank r. This module trains exactly those: 3 r (d + f) parameters per expert (1.7 B with attention at
-rank 32 on Qwen3-30B-A3B), and saves them under the names ``experts.<i>.{gate,up,down}_proj.lora_{A,B}.weight``. The router
-stays frozen; gradients flow through its weights into the hidden states.
+transformers holds gate and up of all experts in one tensor; the published adapters, vLLM and peft's files know three
+projections per expert, each of rank r. This module trains exactly those: 3 r (d + f) parameters per expert (1.7 B
+with attention at
+rank 32 on Qwen3-30B-A3B), and saves them under the names ``experts.<i>.{gate,up,down}_proj.lora_{A,B}.weight``. The
+router stays frozen; gradients flow through its weights into the hidden states.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from train.kernels import swiglu, swiglu_backward
@@ -53,7 +55,8 @@ def grouped_outer(y: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch
 
 
 class _Experts(torch.autograd.Function):
-    """down(silu(gate(x)) * up(x)) of sorted rows, all with LoRA. Keeps the hidden states, gate and up, and the low-rank products."""
+    """down(silu(gate(x)) * up(x)) of sorted rows, all with LoRA. Keeps the hidden states, gate and up, and the low-
+    rank products."""
 
     @staticmethod
     def forward(
@@ -121,7 +124,8 @@ def _gather_rows(rows: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.T
 class ExpertsLora(torch.nn.Module, BaseTunerLayer):
     """Wraps an experts module; adapters are switched, disabled and frozen by peft as those of linear layers are.
 
-    Per adapter: lora_in_A [E, 2 r, d] (gate's rows, then up's), lora_in_B [E, 2, f, r], lora_out_A [E, r, f], lora_out_B [E, d, r].
+    Per adapter: lora_in_A [E, 2 r, d] (gate's rows, then up's), lora_in_B [E, 2, f, r], lora_out_A [E, r, f],
+    lora_out_B [E, d, r].
     """
 
     adapter_layer_names = ("lora_in_A", "lora_in_B", "lora_out_A", "lora_out_B")
@@ -171,6 +175,9 @@ class ExpertsLora(torch.nn.Module, BaseTunerLayer):
         )  # fmt: skip
         weights = top_k_weights.flatten()[order, None].to(rows.dtype)
         return _Sum.apply(rows * weights, order, top_k)
+
+
+LoraLayer.register(ExpertsLora)  # so that peft's set_adapter, which asks for LoraLayer, switches it too
 
 
 class _Sum(torch.autograd.Function):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 
 from pipeline.files import InputError
 from train.checkpointing import layers_to_checkpoint
+from train.fast_lora import UnsupportedLayer
 from train.logprobs import pair_logprobs
 from train.packing import Pack, TokenSequence, build_pack, pack_episodes
 from train.tree_attention import suits_cudnn, tree_mask
-from train.tree_decoder import decode, refusal
+from train.tree_decoder import decode, structure_refusal
 
 # Model types on which tests/test_train_architectures.py shows that tree-packed gradients equal those of separate
 # sequences.
@@ -87,13 +89,14 @@ def _hidden_of_rows(base: Any, pack: Pack, rows: torch.Tensor, checkpoint: str) 
     refuses."""
     device = base.device
     input_ids, position_ids = pack.input_ids.to(device), pack.position_ids.to(device)
-    if refusal(base) is None:
+    if structure_refusal(base) is None:
         config = base.config.get_text_config()
         groups = config.num_attention_heads // config.num_key_value_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         mask = tree_mask(pack.subtree_end, device, groups, rectangles=suits_cudnn(device, base.dtype, dim))
         layers = layers_to_checkpoint(base, pack.n_tokens, checkpoint) if torch.is_grad_enabled() else 0
-        return decode(base, input_ids, position_ids, mask, rows, layers)
+        with contextlib.suppress(UnsupportedLayer):  # an unusual adapter: the same numbers, slower, from the model itself
+            return decode(base, input_ids, position_ids, mask, rows, layers)
     dense = None if pack.is_chain else pack.attention_mask().to(device)
     states = base.get_decoder()(
         input_ids=input_ids[None], attention_mask=dense, position_ids=position_ids[None], use_cache=False

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
@@ -48,7 +49,8 @@ def attach_adapter(model: Any, name: str, config: LoraConfig, seed: int) -> Peft
     """Add a fresh adapter (A random, B zero) with fp32 weights to ``model``; the base stays frozen.
 
     The default targets mean every linear layer of a decoder layer: on a mixture of experts the fused experts too
-    (``train.expert_lora``), on a hybrid the projections of its linear attention. The router and the LM head stay as they are.
+    (``train.expert_lora``), on a hybrid the projections of its linear attention. The router and the LM head stay as
+    they are.
 
     Raises:
         InputError: no module of the model matches the targets, or only a part of a fused projection is targeted.
@@ -69,6 +71,7 @@ def attach_adapter(model: Any, name: str, config: LoraConfig, seed: int) -> Peft
             raise InputError(f"--target-modules {list(targets)}: {str(error).splitlines()[0]}") from None
         if experts:
             add_expert_adapters(peft_model, name, config.r, config.lora_alpha)
+    peft_model.set_adapter(name)
     activate(peft_model, name)
     return peft_model
 
@@ -94,14 +97,21 @@ def _split_targets(model: Any, targets: tuple[str, ...]) -> tuple[list[str], boo
 
 
 def activate(model: PeftModel, name: str) -> None:
-    """Make ``name`` the active, trainable adapter."""
+    """Make ``name`` the active, trainable adapter. Costs nothing when it is that already (a walk over a model takes 20 ms)."""
+    if model.active_adapter == name and _is_active(model, name):
+        return
     model.set_adapter(name)
-    for module in model.modules():
-        if isinstance(module, ExpertsLora):  # peft switches its own layers only
-            module.set_adapter(name)
     for parameter_name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             raise RuntimeError(f"{parameter_name}: adapter weights must be fp32, found {parameter.dtype}")
+
+
+def _is_active(model: PeftModel, name: str) -> bool:
+    """Does the first layer that holds the adapter use and train it?"""
+    for module in model.modules():
+        if isinstance(module, LoraLayer) and name in getattr(module, "lora_A", ()):
+            return list(module.active_adapters) == [name] and module.lora_A[name].weight.requires_grad
+    return False
 
 
 def adapter_parameters(model: PeftModel, name: str) -> dict[str, torch.nn.Parameter]:

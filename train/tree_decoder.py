@@ -31,7 +31,24 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def refusal(base: Any) -> str | None:
-    """Why this causal LM cannot take the fast path; None when it can."""
+    """Why this causal LM with its active adapter cannot take the fast path; None when it can."""
+    reason = structure_refusal(base)
+    if reason is not None:
+        return reason
+    try:
+        for layer in base.get_decoder().layers:
+            for name in _ATTENTION:
+                AdaptedLinear.of(getattr(layer.self_attn, name))
+            if _is_dense(layer):
+                for name in ("gate_proj", "up_proj", "down_proj"):
+                    AdaptedLinear.of(getattr(layer.mlp, name))
+    except UnsupportedLayer as error:
+        return str(error)
+    return None
+
+
+def structure_refusal(base: Any) -> str | None:
+    """``refusal`` without a look at the adapters, which ``decode`` takes itself."""
     config = base.config.get_text_config()
     decoder = base.get_decoder()
     kinds = {type(layer).__name__ for layer in decoder.layers}
@@ -41,15 +58,6 @@ def refusal(base: Any) -> str | None:
         return "layers without full attention"
     if config.hidden_act != "silu":
         return f"activation {config.hidden_act}"
-    try:
-        for layer in decoder.layers:
-            for name in _ATTENTION:
-                AdaptedLinear.of(getattr(layer.self_attn, name))
-            if _is_dense(layer):
-                for name in ("gate_proj", "up_proj", "down_proj"):
-                    AdaptedLinear.of(getattr(layer.mlp, name))
-    except UnsupportedLayer as error:
-        return str(error)
     return None
 
 
@@ -78,8 +86,11 @@ def decode(
     """Final hidden states [R, d], after the last norm, of the rows ``rows`` [R] of a pack.
 
     Args:
-        base: a model that ``refusal`` accepts. input_ids, position_ids: [T].
+        base: a model that ``structure_refusal`` accepts. input_ids, position_ids: [T].
         checkpoint_layers: the first so many layers keep nothing but their input and run again in backward.
+
+    Raises:
+        UnsupportedLayer: a layer holds more than linears with one plain LoRA.
     """
     decoder = base.get_decoder()
     hidden = decoder.embed_tokens(input_ids)
