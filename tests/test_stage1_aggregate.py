@@ -428,10 +428,14 @@ def test_runs_as_script_and_as_module(tmp_path: Path, how: list[str]) -> None:
 
 
 def test_importing_pipeline_is_quick_and_free_of_torch() -> None:
+    """Processor time, the best of three: what other processes do meanwhile is not ours."""
     code = (
-        "import sys, time; start = time.perf_counter(); import pipeline, pipeline.aggregate_capabilities; "
-        "assert 'torch' not in sys.modules and 'scipy' not in sys.modules; print(time.perf_counter() - start)"
+        "import sys, time; start = time.process_time(); import pipeline, pipeline.aggregate_capabilities; "
+        "assert 'torch' not in sys.modules and 'scipy' not in sys.modules; print(time.process_time() - start)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 1.0
+    times = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        times.append(float(done.stdout))
+    assert min(times) < 1.0
