@@ -20,7 +20,7 @@ from pipeline.files import InputError, ServerError
 from train.grpo import Trainer
 from train.vllm_pool import PoolTimes
 
-FAST = PoolTimes(request_s=5.0, probe_every_s=0.05, probe_timeout_s=0.3, patience_s=0.4, backoff_s=0.01)
+FAST = PoolTimes(request_s=30.0, probe_every_s=0.1, probe_timeout_s=5.0, patience_s=1.0, backoff_s=0.02)
 GAME = "--game capability_digits"
 ALL_PATHS = ("/v1/completions", "/v1/models", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/health")
 

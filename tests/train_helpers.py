@@ -13,7 +13,7 @@ from train.episode import Episode
 from train.groups import Group
 from train.kv_cache import ATTENTION
 from train.learner import Learner, TrainItem, UpdateConfig
-from train.lora import attach_adapter, lora_config
+from train.lora import ALL_LINEARS, attach_adapter, lora_config
 from train.losses import LossConfig
 from train.packing import TokenSequence
 
@@ -25,8 +25,9 @@ def tiny_learners(*names: str, family: str = "llama", lr: float = 1e-2, spread: 
     model: Any = tiny_model(family)
     model.requires_grad_(False)
     model.set_attn_implementation(ATTENTION)  # as train.local_engine.load_model does
+    targets = ALL_LINEARS if family == "qwen3_moe" else TARGETS  # fused experts are adapted as a whole
     for index, name in enumerate(names):
-        model = attach_adapter(model, name, lora_config(4, 8, TARGETS), seed=index)
+        model = attach_adapter(model, name, lora_config(4, 8, targets), seed=index)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for key, parameter in model.named_parameters():

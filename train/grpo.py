@@ -123,7 +123,10 @@ class Trainer:
             while learner.iteration < self.config.max_iters and learner.name not in self._solved:
                 await self._iteration(learner)
         except (InputError, ServerError, GameError, BaseExceptionGroup, asyncio.CancelledError):
-            self._save(learner)  # cancelled: another learner failed or the user stopped the run
+            try:  # also when cancelled: another learner failed or the user stopped the run
+                self._save(learner)
+            except InputError as error:  # the fault that ended the run is the one to raise
+                self.log.say(f"[{learner.name}] warning: {error}")
             raise
         self._save(learner)
         self._export(learner)

@@ -93,7 +93,7 @@ def _draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return which * block + torch.minimum(within, last)  # rounding never picks a token of probability zero
 
 
-def _common_prefix(prompts: Sequence[Sequence[int]]) -> int:
+def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
     """Tokens that all prompts begin with: what the smallest and the largest have in common."""
     low, high = min(prompts), max(prompts)
     return next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
