@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -220,28 +220,24 @@ def test_two_iterations_through_a_real_server(
 
 @pytest.mark.server
 @pytest.mark.slow
-def test_a_real_server_that_is_killed(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit 2 with one line, a checkpoint, and --resume on a new server goes on."""
+def test_a_real_server_that_is_killed(
+    vllm_server: str, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit 2 with one line, a checkpoint, and --resume on another server goes on."""
     runs = Runs(smollm2, tmp_path, monkeypatch)
-    flags = ("--game capability_structured_data_reasoning", REAL, "--max-iters 3 --save-every 1")
+    name = "structured_data_reasoning"
+    flags = (f"--game capability_{name}", REAL, "--max-iters 3 --save-every 1")
     process, url = start_vllm(smollm2, tmp_path / "server.log")
     try:
         wait_for_health(process, url, tmp_path / "server.log")
-        extra = {"VLLM_BASE_URLS": url, "VLLM_TIMEOUT_S": "30"}
-        training = runs.start("r", *flags, **extra)
-        while training.poll() is None and not runs.checkpoints("r", "structured_data_reasoning"):
-            pass
+        training = runs.start("r", *flags, VLLM_BASE_URLS=url, VLLM_TIMEOUT_S="30")
+        while training.poll() is None and not runs.checkpoints("r", name):
+            time.sleep(0.2)
     finally:
         stop_group(process)
     _, err = training.communicate(timeout=240)
     assert training.returncode == 2 and error_line(err), err[-2000:]
-    assert runs.checkpoints("r", "structured_data_reasoning")
-    process, url = start_vllm(smollm2, tmp_path / "again.log")
-    try:
-        wait_for_health(process, url, tmp_path / "again.log")
-        monkeypatch.setenv("VLLM_BASE_URLS", url)
-        runs("r", *flags, "--resume")
-    finally:
-        stop_group(process)
-    assert [m["iteration"] for m in runs.iterations("r", "structured_data_reasoning")] == [1, 2, 3]
-    shutil.rmtree(tmp_path / "r/adapters")
+    assert runs.checkpoints("r", name)
+    monkeypatch.setenv("VLLM_BASE_URLS", vllm_server)
+    runs("r", *flags, "--resume")
+    assert [m["iteration"] for m in runs.iterations("r", name)] == [1, 2, 3]
