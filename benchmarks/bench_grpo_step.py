@@ -142,6 +142,7 @@ def peak_gib(device: str) -> float | None:
 
 def run_tree(preset: Preset, device: str) -> dict[str, Any]:
     import torch
+
     from train.learner import UpdateConfig
     from train.losses import LossConfig
 
@@ -200,6 +201,7 @@ def phases(learner: Any, items: list[Any], device: str) -> dict[str, float]:
 def limits(model: Any, items: list[Any]) -> dict[str, Any]:
     """Floating-point operations of the update: 4 P T for the linears, 12 heads dim per pair of tokens that meet."""
     import torch
+
     from train.packing import build_pack
 
     pack = build_pack([i.sequence for i in items], range(len(items)))
@@ -340,6 +342,7 @@ def run_check(preset: Preset, device: str) -> dict[str, Any]:
 
 def tree_loss(model: Any, items: list[Any]) -> Any:
     import torch
+
     from train.forward import action_logprobs, make_packs
 
     total = torch.zeros((), device=model.device)
@@ -374,6 +377,7 @@ def run_attention(preset: Preset, device: str) -> dict[str, Any]:
     """Milliseconds of one layer's attention: the tree by FlexAttention, and its large rectangle (suffixes x prompt) by
     kernels."""
     import torch
+
     from train.packing import build_pack
     from train.tree_attention import tree_attention, tree_mask
 
@@ -402,6 +406,7 @@ def run_attention(preset: Preset, device: str) -> dict[str, Any]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+
         def rectangle(backend: Any = backend, causal: bool = False, rows: tuple[int, int] = (cut, n)) -> Any:
             with sdpa_kernel(backend):
                 out = torch.nn.functional.scaled_dot_product_attention(
@@ -431,7 +436,13 @@ def both_passes(function: Callable[[], Any], grad: Any) -> dict[str, float]:
     return {"forward_ms": median * 1e3, "backward_ms": (statistics.median(total) - median) * 1e3}
 
 
-VARIANTS = {"tree": run_tree, "tree_flex": run_tree_flex, "check": run_check, "attention": run_attention, "trl": run_trl}
+VARIANTS = {
+    "tree": run_tree,
+    "tree_flex": run_tree_flex,
+    "check": run_check,
+    "attention": run_attention,
+    "trl": run_trl,
+}
 
 
 # ---------------------------------------------------------------------- driver

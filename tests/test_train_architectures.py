@@ -127,7 +127,9 @@ def test_the_list_of_packable_types_is_the_list_of_tested_types() -> None:
 
 
 @pytest.mark.parametrize("family", TREES)
-@pytest.mark.parametrize("options", [{}, {"checkpoint": "all"}, {"max_tokens": 60}], ids=["", "checkpoint", "small-packs"])
+@pytest.mark.parametrize(
+    "options", [{}, {"checkpoint": "all"}, {"max_tokens": 60}], ids=["", "checkpoint", "small-packs"]
+)
 def test_tree_gradients_equal_plain_ones(family: str, options: dict[str, Any]) -> None:
     model, episodes = adapted(family), group()
     assert refusal(forward.base_model(model)) is None
@@ -152,7 +154,9 @@ def test_a_pack_saves_tokens(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "targets", list(itertools.chain([ATTENTION, ("v_proj",), ("gate_proj", "down_proj"), ("k_proj", "up_proj")])), ids=str
+    "targets",
+    list(itertools.chain([ATTENTION, ("v_proj",), ("gate_proj", "down_proj"), ("k_proj", "up_proj")])),
+    ids=str,
 )
 def test_adapters_on_a_part_of_the_linears(targets: tuple[str, ...]) -> None:
     model, episodes = adapted("qwen3", targets), group()

@@ -35,7 +35,9 @@ def random_pack(seed: int, longest: int = 300, n: int = 6) -> Pack:
     rng = random.Random(seed)
     trunk = [rng.randrange(9) for _ in range(longest)]
     episodes = [
-        TokenSequence(trunk[: rng.randrange(1, longest)] + [rng.randrange(9) for _ in range(rng.randrange(1, longest // 2))], [])
+        TokenSequence(
+            trunk[: rng.randrange(1, longest)] + [rng.randrange(9) for _ in range(rng.randrange(1, longest // 2))], []
+        )
         for _ in range(n)
     ]
     return build_pack([TokenSequence(e.token_ids, [False] * len(e.token_ids)) for e in episodes], range(n))
@@ -53,7 +55,10 @@ def test_block_masks_cover_the_tree_and_fill_nothing_else(seed: int) -> None:
     index = torch.arange(n)
     assert torch.equal(mask.mask_mod(torch.tensor(0), torch.tensor(0), index[:, None], index), allowed)
     state = torch.zeros(-(-n // block), -(-n // block), dtype=torch.long)
-    for value, counts, indices in ((1, mask.kv_num_blocks, mask.kv_indices), (2, mask.full_kv_num_blocks, mask.full_kv_indices)):
+    for value, counts, indices in (
+        (1, mask.kv_num_blocks, mask.kv_indices),
+        (2, mask.full_kv_num_blocks, mask.full_kv_indices),
+    ):
         for row in range(len(state)):
             chosen = indices[0, 0, row, : counts[0, 0, row]].long()
             assert (state[row, chosen] == 0).all()
@@ -277,7 +282,10 @@ def test_projection_and_gated_projection_with_residual(rank: int | None, bias: b
 
 def test_masters_are_fp32_and_products_bf16() -> None:
     layer = AdaptedLinear(
-        torch.randn(7, 10).bfloat16(), None, torch.randn(3, 10, requires_grad=True), torch.randn(7, 3, requires_grad=True)
+        torch.randn(7, 10).bfloat16(),
+        None,
+        torch.randn(3, 10, requires_grad=True),
+        torch.randn(7, 3, requires_grad=True),
     )
     x = torch.randn(6, 10).bfloat16()
     y = projection(x, layer, torch.zeros(6, 7).bfloat16())
@@ -323,7 +331,9 @@ def test_expert_adapters_equal_merged_experts() -> None:
         for slot in range(2):
             gate, up = (merged_in[index[token, slot]] @ hidden[token]).chunk(2)
             value = merged_out[index[token, slot]] @ (torch.nn.functional.silu(gate) * up)
-            expected = expected + torch.nn.functional.one_hot(torch.tensor(token), 9)[:, None] * value * weights[token, slot]
+            expected = (
+                expected + torch.nn.functional.one_hot(torch.tensor(token), 9)[:, None] * value * weights[token, slot]
+            )
     same_gradients([module(hidden, index, weights)], [expected], [hidden, weights, *factors])
 
 

@@ -17,7 +17,9 @@ def problem(n_rows: int = 23, vocab: int = 61, dim: int = 12, n_pairs: int = 40)
     return hidden, weight, row, target, torch.randn(n_pairs, generator=generator)
 
 
-def slow(hidden: torch.Tensor, weight: torch.Tensor, row: torch.Tensor, target: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def slow(
+    hidden: torch.Tensor, weight: torch.Tensor, row: torch.Tensor, target: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     table = torch.log_softmax(hidden @ weight.T / temperature, dim=-1)
     return table[row, target], -(table.exp() * table).sum(-1)[row]
 
@@ -39,7 +41,9 @@ def test_the_derivative_by_finite_differences() -> None:
     hidden, weight, row, target, _ = problem(5, 7, 3, 6)
     double = hidden.detach().double().requires_grad_()
     slow_grad = torch.autograd.grad(slow(double, weight.double(), row, target, 0.8)[0].sum(), double)[0]
-    fast_grad = torch.autograd.grad(pair_logprobs(hidden, weight, row, target, temperature=0.8, chunk=2)[0].sum(), hidden)[0]
+    fast_grad = torch.autograd.grad(
+        pair_logprobs(hidden, weight, row, target, temperature=0.8, chunk=2)[0].sum(), hidden
+    )[0]
     assert torch.allclose(slow_grad.float(), fast_grad, atol=1e-5)
 
 

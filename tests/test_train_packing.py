@@ -27,7 +27,8 @@ def paths(pack: Pack) -> list[tuple[int, ...]]:
 episodes_strategy = st.lists(
     st.lists(st.integers(0, 2), min_size=1, max_size=9).flatmap(
         lambda tokens: st.tuples(
-            st.just(tokens), st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens)).map(lambda m: [False, *m[1:]])
+            st.just(tokens),
+            st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens)).map(lambda m: [False, *m[1:]]),
         )
     ),
     min_size=1,
@@ -41,7 +42,9 @@ def test_every_prefix_stands_once_and_sees_itself(raw: list[tuple[list[int], lis
     packs = pack_episodes(sequences, budget)
     assert sorted(e for p in packs for e in p.episodes) == list(range(len(sequences)))
     for pack in packs:
-        prefixes = {tuple(sequences[e].token_ids[: i + 1]) for e in pack.episodes for i in range(len(sequences[e].token_ids))}
+        prefixes = {
+            tuple(sequences[e].token_ids[: i + 1]) for e in pack.episodes for i in range(len(sequences[e].token_ids))
+        }
         found = paths(pack)
         assert len(found) == len(set(found)) and set(found) == prefixes
         assert pack.position_ids.tolist() == [len(prefix) - 1 for prefix in found]

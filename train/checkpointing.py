@@ -1,7 +1,8 @@
 """How many decoder layers must forget their activations so that a pass fits into the device's memory.
 
-A layer of ``train.tree_decoder`` keeps, per token and in the base's dtype: its input and its middle (2 d), queries and keys before
-and after rotation and values (2 q + 3 k), the attention's output (q), and gate and up (2 f). A checkpointed layer keeps d.
+A layer of ``train.tree_decoder`` keeps, per token and in the base's dtype: its input and its middle (2 d), queries
+and keys before and after rotation and values (2 q + 3 k), the attention's output (q), and gate and up (2 f). A
+checkpointed layer keeps d.
 """
 
 from __future__ import annotations

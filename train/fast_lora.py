@@ -1,8 +1,8 @@
 """Linear layers with a plain LoRA on a frozen base, with gradients written by hand.
 
-``y = x W^T + s (x A^T) B^T``. The base is frozen, so nothing has to be kept for a gradient of W; the products with A and B run in
-the base's dtype on weights cast from their fp32 masters; projections that share an input share one product with A; norms and
-gates are recomputed in backward instead of being kept. All functions take [T, features] tensors.
+``y = x W^T + s (x A^T) B^T``. The base is frozen, so nothing has to be kept for a gradient of W; the products with A
+and B run in the base's dtype on weights cast from their fp32 masters; projections that share an input share one
+product with A; norms and gates are recomputed in backward instead of being kept. All functions take [T, features].
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class UnsupportedLayer(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class AdaptedLinear:
-    """weight [out, in], bias [out], a [r, in], b [out, r] (fp32 masters) and the scale of b a; a and b None: no LoRA."""
+    """weight [out, in], bias [out], a [r, in], b [out, r] (fp32 masters), scale of b a; without a and b: no LoRA."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
@@ -54,9 +54,7 @@ class AdaptedLinear:
         dropout = module.lora_dropout[name]
         if name in module.lora_variant or module.lora_bias[name] or not isinstance(dropout, torch.nn.Identity):
             raise UnsupportedLayer(f"adapter {name} is more than a plain LoRA (variant, bias or dropout)")
-        return cls(
-            base.weight, base.bias, module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name]
-        )
+        return cls(base.weight, base.bias, module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name])
 
 
 def _stack(factors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor | None:
@@ -131,7 +129,7 @@ def _factors(linears: Sequence[AdaptedLinear]) -> list[torch.Tensor | None]:
 
 class _NormedProjections(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: torch.Tensor, norm: torch.Tensor, eps: float, linears: Sequence[AdaptedLinear], *_: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         normed = rms_norm(x, norm, eps)
@@ -143,10 +141,14 @@ class _NormedProjections(torch.autograd.Function):
         return tuple(_apply(normed, linear, part) for linear, part in zip(linears, parts, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, norm, low = ctx.saved_tensors
         grad_normed, grad_low, b_grads = _backward(grads, None, ctx.linears, low)
-        a_grads = _a_grads(grad_low, rms_norm(x, norm, ctx.eps), ctx.linears) if grad_low is not None else [None] * len(b_grads)
+        a_grads = (
+            _a_grads(grad_low, rms_norm(x, norm, ctx.eps), ctx.linears)
+            if grad_low is not None
+            else [None] * len(b_grads)
+        )
         grad_x = rms_norm_backward(grad_normed, x, norm, ctx.eps) if ctx.needs_input_grad[0] else None
         return (grad_x, None, None, None, *a_grads, *b_grads)
 
@@ -161,7 +163,7 @@ def normed_projections(
 
 class _Projection(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: torch.Tensor, residual: torch.Tensor, linear: AdaptedLinear, *_: torch.Tensor
     ) -> torch.Tensor:
         low = None if linear.a is None else x @ linear.a.to(x.dtype).T
@@ -170,7 +172,7 @@ class _Projection(torch.autograd.Function):
         return _apply(x, linear, low, residual)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, low = ctx.saved_tensors
         grad_x, grad_low, b_grads = _backward([grad], x, [ctx.linear], low)
         a_grads = [None] if x is None else _a_grads(grad_low, x, [ctx.linear])
@@ -185,7 +187,7 @@ def projection(x: torch.Tensor, linear: AdaptedLinear, residual: torch.Tensor) -
 
 class _SwigluProjection(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, gate: torch.Tensor, up: torch.Tensor, residual: torch.Tensor, linear: AdaptedLinear, *_: torch.Tensor
     ) -> torch.Tensor:
         x = swiglu(gate, up)
@@ -195,7 +197,7 @@ class _SwigluProjection(torch.autograd.Function):
         return _apply(x, linear, low, residual)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, up, low = ctx.saved_tensors
         grad_x, grad_low, b_grads = _backward([grad], None, [ctx.linear], low)
         grad_gate, grad_up, x = swiglu_backward(grad_x, gate, up)
@@ -212,7 +214,7 @@ def swiglu_projection(
 
 class _RotatedHeads(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight, cos, sin)
@@ -220,7 +222,7 @@ class _RotatedHeads(torch.autograd.Function):
         return rotate_heads(x, weight, eps, cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, cos, sin = ctx.saved_tensors
         return rotate_heads_backward(grad, x, weight, ctx.eps, cos, sin), None, None, None, None
 

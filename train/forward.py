@@ -95,7 +95,8 @@ def _hidden_of_rows(base: Any, pack: Pack, rows: torch.Tensor, checkpoint: str) 
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         mask = tree_mask(pack.subtree_end, device, groups, rectangles=suits_cudnn(device, base.dtype, dim))
         layers = layers_to_checkpoint(base, pack.n_tokens, checkpoint) if torch.is_grad_enabled() else 0
-        with contextlib.suppress(UnsupportedLayer):  # an unusual adapter: the same numbers, slower, from the model itself
+        # an unusual adapter: the same numbers, slower, from the model itself
+        with contextlib.suppress(UnsupportedLayer):
             return decode(base, input_ids, position_ids, mask, rows, layers)
     dense = None if pack.is_chain else pack.attention_mask().to(device)
     states = base.get_decoder()(

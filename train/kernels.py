@@ -1,7 +1,8 @@
 """Elementwise pieces of a decoder layer and their derivatives, as functions of plain tensors.
 
-On a GPU each is compiled into one kernel (``torch.compile``); on the CPU they run as written. The norm's weight is frozen, so
-no derivative with respect to it exists here. Inner arithmetic is fp32, results have the dtype of the input.
+On a GPU each is compiled into one kernel (``torch.compile``); on the CPU they run as written. The norm's weight is
+frozen, so no derivative with respect to it exists here. Inner arithmetic is fp32, results have the dtype of the
+input.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _rotate_half(x: torch.Tensor) -> torch.Tensor:
 def rotate_heads(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
-    """Rotary embedding of x [T, heads, dim], after an RMS norm per head when ``weight`` [dim] is given; cos, sin: [T, dim]."""
+    """Rotary embedding of x [T, heads, dim] by cos, sin [T, dim], with a norm per head if ``weight`` [dim] is given."""
     wide = x.float()
     if weight is not None:
         wide = weight.float() * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))
@@ -65,7 +66,8 @@ def rotate_heads_backward(
 ) -> torch.Tensor:
     """Derivative of ``rotate_heads`` in x, applied to ``grad``."""
     wide = grad.float()
-    inner = wide * cos[:, None].float() - _rotate_half(wide * sin[:, None].float())  # the transpose of rotate_half is -it
+    # the transpose of rotate_half is -it
+    inner = wide * cos[:, None].float() - _rotate_half(wide * sin[:, None].float())
     return inner.to(x.dtype) if weight is None else _rms_norm_grad(inner, x, weight, eps)
 
 

@@ -13,7 +13,7 @@ import torch
 
 class _PairLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
@@ -40,7 +40,7 @@ class _PairLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_logprobs: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, row, target, normaliser = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         for start, end, first, last in ctx.bounds:

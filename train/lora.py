@@ -97,7 +97,7 @@ def _split_targets(model: Any, targets: tuple[str, ...]) -> tuple[list[str], boo
 
 
 def activate(model: PeftModel, name: str) -> None:
-    """Make ``name`` the active, trainable adapter. Costs nothing when it is that already (a walk over a model takes 20 ms)."""
+    """Make ``name`` the active, trainable adapter; free when it is that already (a walk over a model takes 20 ms)."""
     if model.active_adapter == name and _is_active(model, name):
         return
     model.set_adapter(name)

@@ -273,7 +273,9 @@ class _TiledAttention(torch.autograd.Function):
             weights = kept[index] if kept else _weights(query, key, tile, ctx.scale)
             upstream = _fold(grad, tile, key.shape[1])
             grad_weights = torch.bmm(upstream, _pick(value, tile).transpose(1, 2)).float()
-            grad_scores = grad_weights.sub_(_fold(mean, tile, key.shape[1])).mul_(weights).mul_(ctx.scale).to(query.dtype)
+            grad_scores = (
+                grad_weights.sub_(_fold(mean, tile, key.shape[1])).mul_(weights).mul_(ctx.scale).to(query.dtype)
+            )
             grad_query[tile.start : tile.end] = _unfold(torch.bmm(grad_scores, _pick(key, tile)), tile)
             of_key = torch.bmm(grad_scores.transpose(1, 2), _fold(query, tile, key.shape[1]))
             grad_key.index_add_(0, tile.keys, of_key.transpose(0, 1).float())

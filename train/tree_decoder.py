@@ -67,7 +67,7 @@ def _is_dense(layer: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """What a layer needs to know beside its input. cos, sin: [T, dim]; rows: the only ones whose result is asked for, or all."""
+    """Beside a layer's input: cos, sin: [T, dim]; rows: the only ones whose result is asked for, or all."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -155,12 +155,12 @@ def _norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         return rms_norm(x, weight, eps)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         return rms_norm_backward(grad, x, weight, ctx.eps), None, None

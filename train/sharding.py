@@ -1,0 +1,69 @@
+"""A frozen base that does not fit into one device: its decoder layers sharded over the ranks (PyTorch FSDP2).
+
+Each layer's frozen weights are gathered for its forward and again for its backward; adapters, embeddings, head and
+norms outside the layers stay whole on every rank, so the optimiser and the files know nothing of it. Every gather is
+a meeting of all ranks: all must run the same number of passes (``train.learner`` fills up with passes of weight zero).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from train.packing import Pack
+
+
+def shard_base(model: Any, device_type: str, mesh: DeviceMesh | None = None) -> int:
+    """Shard the frozen weights of every decoder layer of ``model`` (with its adapters attached) over all ranks.
+
+    Args:
+        model: on the CPU or on ``device_type``; layers move to the device one by one, so the whole base need never
+        fit there. mesh: one-dimensional; None = all ranks of the default process group.
+
+    Returns:
+        Bytes of the base that this rank still holds.
+    """
+    mesh = mesh or init_device_mesh(device_type, (torch.distributed.get_world_size(),))
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    layers = base.get_decoder().layers
+    for layer in layers:
+        trained = {p for n, p in layer.named_parameters() if "lora_" in n}
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=trained)
+    if device_type != "cpu":
+        _move_the_rest(model, torch.device(device_type, torch.cuda.current_device()))
+    return sum(
+        (p.to_local() if hasattr(p, "to_local") else p).numel() * p.element_size()
+        for n, p in base.named_parameters()
+        if "lora_" not in n
+    )
+
+
+def _move_the_rest(model: Any, device: torch.device) -> None:
+    """What is not sharded: adapters, embeddings, head, norms, buffers."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if not hasattr(parameter, "to_local") and parameter.device != device:
+                parameter.data = parameter.data.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def idle_passes(packs: Sequence[Pack], counts: Sequence[int], rank: int) -> list[Pack]:
+    """Packs that ``rank`` has to run with weight zero beside its share, so that all ranks meet equally often.
+
+    Args:
+        counts: packs in the share of every rank.
+    """
+    if not packs:
+        return []
+    shortest = min(packs, key=lambda pack: pack.n_tokens)
+    return [shortest] * (max(counts) - counts[rank])
+
+
+def is_sharded(model: Any) -> bool:
+    """Must all ranks run their passes together?"""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
