@@ -76,7 +76,7 @@ def test_remote_code_does_without_this_package(tmp_path: Path) -> None:
         f"m = AutoModelForCausalLM.from_pretrained({str(tmp_path / 'out')!r}, trust_remote_code=True)\n"
         "print(m(input_ids=torch.tensor([[5, 9, 33]])).logits[0, -1, :4].tolist())\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     torch.testing.assert_close(torch.tensor(json.loads(done.stdout.splitlines()[-1])), expected)
 
@@ -125,7 +125,7 @@ def test_an_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path) -> None:
     saved(tmp_path)
     command = [sys.executable, "-m", "moe_gate.export", "--gate", str(tmp_path / "gate"), "--out"]
-    done = subprocess.run([*command, str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and "MiB of it routing" in done.stdout
     wrong = [
         sys.executable,
@@ -136,7 +136,7 @@ def test_the_command(tmp_path: Path) -> None:
         "--out",
         str(tmp_path / "o2"),
     ]
-    done = subprocess.run(wrong, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(wrong, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "o2").exists()
 
 

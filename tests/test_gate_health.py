@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=180)
+    return subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 def test_each_token_has_the_slot_that_most_layers_chose() -> None:

@@ -392,6 +392,6 @@ def test_the_command_exits_with_2_and_one_line(project: Path) -> None:
     (project / "gate.yaml").write_text("adapter_names: [alpha\n")
     done = subprocess.run(
         [sys.executable, "-m", "train.train_router_sft", "--config", str(project / "gate.yaml")],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 2 and done.stderr.startswith("error: configuration") and done.stderr.count("\n") == 1

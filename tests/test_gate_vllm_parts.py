@@ -1,7 +1,7 @@
 """The vLLM side without a server: what each tensor-parallel rank holds and adds, without a process group.
 
-Every rank's linear is a bare vLLM linear whose sizes are set by hand; the inner method multiplies by that rank's slice of
-W. Together the ranks must give what one routed linear gives.
+Every rank's linear is a bare vLLM linear whose sizes are set by hand; the inner method multiplies by that rank's slice
+of W. Together the ranks must give what one routed linear gives.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def spec(paths: list[str], **changes: Any) -> ExportSpec:
     record = {"path": "", "sha256": "", "r": 3, "lora_alpha": 6, "use_rslora": False}
     values: dict[str, Any] = {
         "slot_names": ["base", *RANKS], "routing_scope": "per_layer", "routing_granularity": "token",
-        "routing_mode": "top1", "global_layer": 0, "base_architecture": "LlamaForCausalLM", "base_model": "b", "base_included": True,
+        "routing_mode": "top1", "global_layer": 0, "base_architecture": "LlamaForCausalLM", "base_model": "b",
+        "base_included": True,
         "adapters": [{"name": name, **record} for name in RANKS],
         "table": {path: list(RANKS.values()) for path in paths},
     }  # fmt: skip
