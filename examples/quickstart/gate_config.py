@@ -36,6 +36,8 @@ def main() -> int:
         "adapter_dir": str(args.run / "adapters"),
         "adapter_names": args.names,
         "grpo_data_glob": str(recent / "*.jsonl"),
+        "total_steps": 200,  # three passes over so few episodes leave the gates at their base bias
+        "eval_every": 50,
     }
     write_text(args.run / "moe_gate.yaml", yaml.safe_dump(config, sort_keys=False))
     return 0

@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 RUN=${RUN:-runs/quickstart}
 MODEL=${MODEL:-models/smollm2}
-ITERATIONS=${ITERATIONS:-12}
+ITERATIONS=${ITERATIONS:-14}
 SEEDS=${SEEDS:-10000:10128}
 mkdir -p "$RUN/done"
 export OMP_WAIT_POLICY=passive KMP_BLOCKTIME=0 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
@@ -28,30 +28,38 @@ stage 02_summaries python pipeline/_summarize.py --input "$RUN/base_rollouts.jso
 stage 03_labels python pipeline/label_capabilities.py --labeler checks --checks-module games.helpdesk \
   --input "$RUN/base_rollouts.json" --output-dir "$RUN/labels"
 stage 04_selection python pipeline/aggregate_capabilities.py --runs "$RUN/labels/run_*.json" \
-  --candidates "$RUN/labels/candidate_capabilities.json" --export "$RUN/selected_capabilities.json"
+  --candidates "$RUN/labels/candidate_capabilities.json" --summaries "$RUN/summaries.json" \
+  --export "$RUN/selected_capabilities.json"
+stage 05_selection_report python pipeline/report.py --selection "$RUN/selected_capabilities.json" \
+  --output "$RUN/selection_report.html"
 
 # 2 Environments: the best two that were selected
 mapfile -t CHOSEN < <(python examples/quickstart/choose.py "$RUN/selected_capabilities.json" --count 2)
 for name in "${CHOSEN[@]}"; do
-  stage "05_validate_$name" python pipeline/validate_environment.py "capability_$name" --target-tools helpdesk \
+  stage "06_validate_$name" python pipeline/validate_environment.py "capability_$name" --target-tools helpdesk \
     --json-output "$RUN/$name.validation.json"
-  stage "06_rollouts_$name" python -m train.collect_rollouts --env "capability_$name" --model "$MODEL" --num-seeds 24 \
+  stage "07_rollouts_$name" python -m train.collect_rollouts --env "capability_$name" --model "$MODEL" --num-seeds 24 \
     --num-samples 8 -o "$RUN/$name.rollouts.json"
-  stage "07_calibrate_$name" python pipeline/calibrate_environment.py "$RUN/$name.rollouts.json" --group-size 8 \
+  stage "08_calibrate_$name" python pipeline/calibrate_environment.py "$RUN/$name.rollouts.json" --group-size 8 \
     --success-min 0.05 --mean-min 0.05 --max-all-zero 0.5 --json-output "$RUN/$name.calibration.json"
 done
 
 # 3 GRPO: one LoRA per capability, both at once on one base
 CAPABILITIES=$(printf 'capability_%s,' "${CHOSEN[@]}")
-stage 08_grpo python -m train --config examples/quickstart/train.yaml --capabilities "${CAPABILITIES%,}" --model "$MODEL" \
+stage 09_grpo python -m train --config examples/quickstart/train.yaml --capabilities "${CAPABILITIES%,}" --model "$MODEL" \
   --max-iters "$ITERATIONS" --output-dir "$RUN/train" --adapter-dir "$RUN/adapters" --resume
 
 # 4 Composition: the gate, trained on the successful rollouts of the last iterations
 python examples/quickstart/gate_config.py --run "$RUN" --model "$MODEL" --names "${CHOSEN[@]}"
-stage 09_gate python -m train.train_router_sft --config "$RUN/moe_gate.yaml"
+stage 10_gate python -m train.train_router_sft --config "$RUN/moe_gate.yaml"
 
-# 5 Evaluation on seeds that nobody has trained on
+# 5 Evaluation on seeds that nobody has trained on: each adapter at home, then everything on the target
+for name in "${CHOSEN[@]}"; do
+  stage "11_evaluation_$name" python -m train.evaluate --model "$MODEL" --envs "capability_$name" --seeds "$SEEDS" --trials 3 \
+    --adapters "$RUN/adapters/$name" --max-rows 256 --out-dir "$RUN/evaluation_$name"
+done
 ADAPTERS=$(printf "$RUN/adapters/%s," "${CHOSEN[@]}")
-stage 10_evaluation python -m train.evaluate --model "$MODEL" --envs "helpdesk,${CAPABILITIES%,}" --seeds "$SEEDS" --trials 3 \
-  --adapters "${ADAPTERS%,}" --merge --gate "$RUN/gate" --train-metrics "$RUN/train/metrics.jsonl" --out-dir "$RUN/evaluation"
+stage 12_evaluation python -m train.evaluate --model "$MODEL" --envs helpdesk --seeds "$SEEDS" --trials 3 \
+  --adapters "${ADAPTERS%,}" --merge --gate "$RUN/gate" --max-rows 256 --train-metrics "$RUN/train/metrics.jsonl" \
+  --out-dir "$RUN/evaluation"
 python examples/quickstart/summary.py --run "$RUN" --names "${CHOSEN[@]}"

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pipeline.files import read_json, run_cli, write_json
+from pipeline.files import InputError, read_json, read_text, run_cli, write_json, write_text
 
 STRUCTURED, PRECISION = "structured_data_reasoning", "tool_calling_precision"
 GIB = 1024**3
@@ -58,23 +58,61 @@ def print_tables(results: dict[str, Any]) -> None:
                 print(f"  {name:34} {success['value']:.3f} [{success['low']:.3f}, {success['high']:.3f}]  {change}")
 
 
+def read_results(run: Path, names: list[str]) -> dict[str, Any]:
+    """Results of all evaluations of the run: environment -> mode -> system."""
+    results: dict[str, Any] = {}
+    for folder in ("evaluation", *(f"evaluation_{name}" for name in names)):
+        results |= read_json(run / folder / "evaluation.json", "evaluation")["results"]
+    return results
+
+
+def markdown(results: dict[str, Any], names: list[str], found: list[dict[str, Any]], footer: str) -> str:
+    """The README's table."""
+    lines = ["| held-out success rate, % | greedy | temperature 1 |", "|---|---|---|"]
+    for env in (*(f"capability_{name}" for name in names), "helpdesk"):
+        for system in results[env]["greedy"]:
+            if env != "helpdesk" and system == "union":
+                continue
+            cells = []
+            for mode in ("greedy", "sampled"):
+                success = results[env][mode][system]["success"]
+                low, high = 100 * success["low"], 100 * success["high"]
+                cells.append(f"{100 * success['value']:.1f} [{low:.0f}, {high:.0f}]")
+            lines.append(f"| {env.removeprefix('capability_')}: {system} | {' | '.join(cells)} |")
+    missed = [claim["claim"] for claim in found if not claim["holds"]]
+    verdict = "Every claim that the demo checks holds." if not missed else f"Not reached in this run: {'; '.join(missed)}."
+    return "\n".join([*lines, "", verdict, footer])
+
+
+def update_readme(path: Path, block: str) -> None:
+    """Put ``block`` between the quickstart marks of ``path``."""
+    text = read_text(path, "README")
+    before, begin, rest = text.partition("<!-- quickstart:begin -->\n")
+    _, end, after = rest.partition("<!-- quickstart:end -->")
+    if not begin or not end:
+        raise InputError(f"{path}: the marks quickstart:begin and quickstart:end are missing")
+    write_text(path, f"{before}{begin}{block}\n{end}{after}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="run folder")
     parser.add_argument("--names", nargs="+", required=True, help="capabilities that were trained")
+    parser.add_argument("--readme", type=Path, help="also write the table into this file, between its marks")
     args = parser.parse_args()
-    evaluation = read_json(args.run / "evaluation" / "evaluation.json", "evaluation")
+    results = read_results(args.run, args.names)
     stages = {p.stem: read_json(p, "stage record") for p in sorted((args.run / "done").glob("*.json"))}
     seconds = sum(s["seconds"] for s in stages.values())
     peak = max(s["peak_bytes"] for s in stages.values())
-    found = claims(evaluation["results"], args.names, peak)
-    print_tables(evaluation["results"])
+    found = claims(results, args.names, peak)
+    print_tables(results)
     print()
     for claim in found:
         interval = claim["interval"]
         text = f" [{interval['low']:+.3f}, {interval['high']:+.3f}]" if interval else ""
         print(f"{'holds' if claim['holds'] else 'FAILS'}  {claim['claim']}: {claim['value']:+.3f}{text}")
-    print(f"\n{seconds / 60:.1f} minutes in {len(stages)} stages, largest process {peak / GIB:.1f} GiB")
+    footer = f"{seconds / 60:.1f} minutes in {len(stages)} stages, largest process {peak / GIB:.1f} GiB."
+    print(f"\n{footer}")
     for name, record in stages.items():
         print(f"  {name:44} {record['seconds']:7.1f} s  {record['peak_bytes'] / GIB:5.2f} GiB")
     report = {
@@ -84,9 +122,11 @@ def main() -> int:
         "seconds": round(seconds, 1),
         "peak_bytes": peak,
         "stages": stages,
-        "results": evaluation["results"],
+        "results": results,
     }
     write_json(args.run / "quickstart.json", report)
+    if args.readme is not None:
+        update_readme(args.readme, markdown(results, args.names, found, footer))
     print(f"\n{args.run}/quickstart.json and {args.run}/evaluation/report.html written")
     return 0 if all(c["holds"] for c in found) else 1
 
