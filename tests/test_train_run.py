@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import train_games
-import yaml
 from tiny_models import tiny_model_folder
 from train_helpers import update_config
 from train_runs import Runs, error_line
@@ -371,14 +370,6 @@ def test_bad_config_files(text: str, says: str, runs: Runs) -> None:
         runs("r", DIGITS, f"--config {path}")
     with pytest.raises(InputError, match="not found"):
         runs("r", DIGITS, "--config /nowhere.yaml")
-
-
-def test_flags_win_over_the_config_file(runs: Runs) -> None:
-    path = runs.tmp / "train.yaml"
-    path.write_text(yaml.safe_dump({"max_iters": 9, "lr": "1e-3", "capabilities": ["capability_digits"]}))
-    runs("r", f"--config {path} --max-iters 1")
-    config = json.loads((runs.tmp / "r/config.json").read_text())
-    assert (config["max_iters"], config["lr"], config["capabilities"]) == (1, 1e-2, ["capability_digits"])
 
 
 @pytest.fixture

@@ -168,3 +168,10 @@ def test_seed_ranges_that_are_none(text: str) -> None:
     with pytest.raises(InputError, match="--seeds"):
         seed_range(text, "--seeds")
     assert seed_range("3:5", "--seeds") == range(3, 5)
+
+
+def test_flags_win_over_the_config_file(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text("max_iters: 9\nlr: 1e-3\ncapabilities: [capability_digits]\nmodel: m\n")
+    config = load_config({"config": str(path), "max_iters": 1}, {})
+    assert (config.max_iters, config.lr, config.capabilities) == (1, 1e-3, ("capability_digits",))

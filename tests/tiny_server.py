@@ -1,7 +1,7 @@
 """A scripted server that really runs the tiny model and the adapters it was told to load.
 
-What it samples and scores comes from plain transformers and peft on its own copy of the base, so a trainer that talks to
-it can be checked end to end: is the adapter delivered, are the log-probs those of the new weights?
+What it samples and scores comes from plain transformers and peft on its own copy of the base, so a trainer that talks
+to it can be checked end to end: is the adapter delivered, are the log-probs those of the new weights?
 """
 
 from __future__ import annotations
