@@ -479,9 +479,6 @@ def test_a_lost_peer_is_a_typed_fault_and_does_not_hide_the_first_one(monkeypatc
     Worker({}, update_config(), Ranks(0, 2)).stop(False)  # says nothing of its own
 
 
-# ------------------------------------------------------------------------ tokens
-
-
 def test_the_models_context_ends_an_episode_and_does_not_fail_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
