@@ -50,6 +50,8 @@ def refusal(base: Any) -> str | None:
 def structure_refusal(base: Any) -> str | None:
     """``refusal`` without a look at the adapters, which ``decode`` takes itself."""
     config = base.config.get_text_config()
+    if hasattr(base, "capability_routing"):
+        return "routed layers: their route travels with the model's own forward"
     decoder = base.get_decoder()
     kinds = {type(layer).__name__ for layer in decoder.layers}
     if not kinds <= set(_DENSE) | _SPARSE:
