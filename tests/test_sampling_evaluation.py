@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -488,3 +489,21 @@ def test_charts_place_values_where_they_belong() -> None:
     assert x1 - x0 == pytest.approx(560.0) and y0 - y1 == pytest.approx(220.0)
     shades = [float(v) for v in re.findall(r'fill-opacity="([\d.]+)"', heat_map([[0.0, 1.0]], ["a", "b"], ["0"], "t"))]
     assert shades == [0.03, 1.0] and not math.isnan(sum(shades))
+
+
+def test_seeds_that_were_mined_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulations = [
+        {"task_id": str(seed), "sample_idx": 0, "outcome": "scored", "reward_info": {"reward": 0.0}, "messages": []}
+        for seed in range(12)
+    ]
+    rollouts, summaries = tmp_path / "rollouts.json", tmp_path / "summaries.json"
+    rollouts.write_text(json.dumps({"info": {"env": "capability_tiny"}, "simulations": simulations}))
+    summarize_command = [sys.executable, "-m", "pipeline._summarize", "--input", str(rollouts), "--output", str(summaries)]
+    subprocess.run([*summarize_command, "--split", "99:1"], check=True)
+    arguments = ["evaluate", "--envs", "capability_tiny", "--seeds", "0:12", "--out-dir", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--summaries", str(summaries), "--model", "m"])
+    with pytest.raises(InputError, match="were mined for capabilities"):
+        evaluate.main()
+    assert not (tmp_path / "out").exists()

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as hf_logging
 
 from game_registry import AgentError
 from pipeline.files import InputError
 from train.chat import ChatCodec
 from train.engine import Sample, SamplingParams
 from train.kv_cache import ATTENTION, RowMap, SharedPromptLayer, has_only_full_attention, new_cache
+from train.sampling_lora import cast_adapter
 
 
 @dataclasses.dataclass
@@ -116,6 +118,7 @@ def load_model(folder: str, dtype: str = "auto", device: str = "auto") -> PreTra
     Raises:
         InputError: the folder cannot be loaded.
     """
+    hf_logging.disable_progress_bar()  # the progress lines of the command are the only ones
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     kinds = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     kind = pick_dtype(where) if dtype == "auto" else kinds.get(dtype)
@@ -226,7 +229,8 @@ class LocalEngine:
     def _active(self, adapter: str | None) -> Iterator[None]:
         if adapter is not None:
             self.model.set_adapter(self._adapters[adapter])
-            yield
+            with cast_adapter(self.model, self._adapters[adapter]):
+                yield
         elif hasattr(self.model, "disable_adapter") and hasattr(self.model, "peft_config"):
             with self.model.disable_adapter():
                 yield

@@ -22,7 +22,7 @@ stage() { # stage NAME COMMAND...: run once, keep its seconds and peak memory
 }
 
 # 1 Capability selection
-stage 01_base_rollouts python -m train.collect_rollouts --env helpdesk --model "$MODEL" --num-seeds 96 --num-samples 2 \
+stage 01_base_rollouts python -m train.collect_rollouts --env helpdesk --model "$MODEL" --num-seeds 96 --num-samples 2 --seed 0 \
   -o "$RUN/base_rollouts.json"
 stage 02_summaries python pipeline/_summarize.py --input "$RUN/base_rollouts.json" --output "$RUN/summaries.json"
 stage 03_labels python pipeline/label_capabilities.py --labeler checks --checks-module games.helpdesk \
@@ -39,7 +39,7 @@ for name in "${CHOSEN[@]}"; do
   stage "06_validate_$name" python pipeline/validate_environment.py "capability_$name" --target-tools helpdesk \
     --json-output "$RUN/$name.validation.json"
   stage "07_rollouts_$name" python -m train.collect_rollouts --env "capability_$name" --model "$MODEL" --num-seeds 24 \
-    --num-samples 8 -o "$RUN/$name.rollouts.json"
+    --num-samples 8 --seed 0 -o "$RUN/$name.rollouts.json"
   stage "08_calibrate_$name" python pipeline/calibrate_environment.py "$RUN/$name.rollouts.json" --group-size 8 \
     --success-min 0.05 --mean-min 0.05 --max-all-zero 0.5 --json-output "$RUN/$name.calibration.json"
 done

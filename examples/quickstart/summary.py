@@ -80,7 +80,7 @@ def markdown(results: dict[str, Any], names: list[str], found: list[dict[str, An
                 cells.append(f"{100 * success['value']:.1f} [{low:.0f}, {high:.0f}]")
             lines.append(f"| {env.removeprefix('capability_')}: {system} | {' | '.join(cells)} |")
     missed = [claim["claim"] for claim in found if not claim["holds"]]
-    verdict = "Every claim that the demo checks holds." if not missed else f"Not reached in this run: {'; '.join(missed)}."
+    verdict = f"Not reached in this run: {'; '.join(missed)}." if missed else "Every claim that the demo checks holds."
     return "\n".join([*lines, "", verdict, footer])
 
 
