@@ -399,7 +399,7 @@ async def _play(spec: GameSpec, env: Game, agent: Agent, seed: int, hinted: bool
     messages.extend(new)
     n_seen = len(seen)
     result.finish_reason = "max_steps"
-    for index in range(env.max_steps):
+    for index in range(_guard(getattr, env, "max_steps")):
         reply = await agent(Turn(index, messages, new, tools))
         if reply.finish_reason == "context":
             result.finish_reason = "context"
@@ -412,7 +412,7 @@ async def _play(spec: GameSpec, env: Game, agent: Agent, seed: int, hinted: bool
         new = [] if parsed.error is None else [{"role": "user", "content": f"Error: {parsed.error}."}]
         result.truncated_turns += reply.finish_reason == "length"
         for action in parsed.actions:
-            if env.done:
+            if _guard(getattr, env, "done"):
                 break
             payload = json.dumps(action, ensure_ascii=False)
             # a step that waits for a server, or says that it is slow, runs in a thread; other episodes go on meanwhile
@@ -425,7 +425,7 @@ async def _play(spec: GameSpec, env: Game, agent: Agent, seed: int, hinted: bool
             n_seen = len(current)
         _link_tool_results(messages[-1], new)
         messages.extend(new)
-        if env.done:
+        if _guard(getattr, env, "done"):
             result.finish_reason = "done"
             break
     result.summary, result.outcome = _score(env)

@@ -150,7 +150,8 @@ def write_json(path: PathLike, data: Any, *, indent: int | None = 2) -> None:
 
 
 class JsonlLog:
-    """Append-only JSONL that survives a kill at any point: whole lines, flushed; a torn last line is dropped on reading."""
+    """Append-only JSONL that survives a kill at any point: whole lines, flushed; a torn last line is dropped on
+    reading."""
 
     def __init__(self, path: PathLike) -> None:
         self.path = Path(path)
@@ -243,7 +244,8 @@ def finite(value: Any, where: str) -> float:
 
 
 def run_cli(main: Callable[[], int | None]) -> None:
-    """Run a command's ``main``: expected faults become one line on stderr and exit 2, a verdict becomes its exit code."""
+    """Run a command's ``main``: expected faults become one line on stderr and exit 2, a verdict becomes its exit code.
+    """
     try:
         code = main() or 0
         sys.stdout.flush()

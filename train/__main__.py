@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from game_registry import GameError, GameMix, GameSpec, get_game
+from game_registry import GameError, GameMix, GameSpec
 from pipeline.files import InputError, run_cli, write_json
+from pipeline.remote_game import resolve_game
 from train.chat import ChatCodec
 from train.checkpoint import list_checkpoints, load_checkpoint
 from train.config import TrainConfig, build_parser, load_config, seed_range
@@ -43,7 +44,7 @@ def main() -> int:
         config = load_config(arguments, dict(os.environ))
         _check_eval_seeds(config)
         mixes = {name: GameMix.parse(text) for name, text in config.adapter_games().items()}
-        specs = {game: get_game(game, config.root or None) for mix in mixes.values() for game in mix.weights}
+        specs = {game: resolve_game(game, config.root or None) for mix in mixes.values() for game in mix.weights}
         resume = _resume_points(config, list(mixes))
     ranks, device = join_ranks(config.device)
     try:

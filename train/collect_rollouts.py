@@ -14,8 +14,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from game_registry import GameSpec, get_game
+from game_registry import GameSpec
 from pipeline.files import InputError, run_cli
+from pipeline.remote_game import resolve_game
 from train.adapter_folder import as_folders, parse_adapters
 from train.engines import EngineOptions, OpenEngine, add_engine_flags, attach_adapter, engine_options, open_engine
 from train.episode import Episode, EpisodeParams, to_simulation
@@ -104,7 +105,7 @@ def job_key(job: Job) -> Key:
 def main() -> int:
     args = build_parser().parse_args()
     check_args(args)
-    spec = get_game(args.env, args.root)
+    spec = resolve_game(args.env, args.root)
     if args.hint_ratio > 0 and not spec.hint_prompt:
         raise InputError(f"--hint-ratio {args.hint_ratio}: environment {spec.name} has no hint_prompt")
     options = engine_options(args)

@@ -155,7 +155,8 @@ def to_simulation(episode: Episode, model: str, *, tokens: bool = False) -> dict
     """The entry of ``episode`` in a rollouts file (schema: README, "Rollouts").
 
     Args:
-        tokens: also write ``token_ids``, ``action_mask`` and ``logprobs``, so that a trainer can use the episode verbatim.
+        tokens: also write ``token_ids``, ``action_mask`` and ``logprobs``, so that a trainer can use the episode
+            verbatim.
     """
     result = episode.result
     entry: dict[str, Any] = {

@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from game_registry import GameSpec, get_game
+from game_registry import GameSpec
 from pipeline.files import InputError, finite, read_json, read_jsonl, run_cli, write_json, write_text
+from pipeline.remote_game import resolve_game
 from pipeline.split import refuse_mined
 from train.adapter_folder import as_folders, parse_adapters
 from train.engines import EngineOptions, add_engine_flags, engine_options, open_engine
@@ -54,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--out-dir", type=Path, required=True, help="folder for evaluation.json, report.html, rollouts/"
     )
     parser.add_argument("--train-metrics", default="", help="comma list of metrics.jsonl of training runs (for curves)")
-    parser.add_argument("--summaries", help="stage-1 summaries with a split: refuse seeds that capabilities were mined from")
+    parser.add_argument("--summaries", help="stage-1 summaries with a split: mined seeds are refused")
     parser.add_argument("--allow-mined", action="store_true", help="score on mined seeds all the same")
     parser.add_argument("--bootstrap", type=int, default=BOOTSTRAP, help="bootstrap draws [%(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="of sampling and of the bootstrap [%(default)s]")
@@ -124,7 +125,7 @@ def main() -> int:
     names = list(dict.fromkeys(filter(None, (n.strip() for n in args.envs.split(",")))))
     if not names:
         raise InputError("--envs: expected a comma list of environments, found none")
-    specs = [get_game(name, args.root) for name in names]
+    specs = [resolve_game(name, args.root) for name in names]
     if args.summaries:
         tasks = ((name, str(seed)) for name in names for seed in plan.seeds)
         refuse_mined(tasks, args.summaries, allow=args.allow_mined)

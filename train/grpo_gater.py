@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 
-from game_registry import GameMix, GameSpec, get_game
+from game_registry import GameMix, GameSpec
 from moe_gate import find_adapter, load_gate, named_gater_parameters, save_gate
 from moe_gate.builder import build_capability_model
 from moe_gate.checkpoint import GATE_FILE
 from moe_gate.config import GateConfig, GrpoSection, load_gate_config
 from pipeline.files import InputError, ServerError, check, run_cli, write_json
+from pipeline.remote_game import resolve_game
 from train.chat import ChatCodec
 from train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from train.distributed import Ranks, join_ranks
@@ -237,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = config.model_copy(update={"grpo": grpo})
     if not grpo.games:
         raise InputError("grpo.games is empty: name environments in the configuration or with --games a:1,b:1")
-    specs = {name: get_game(name) for name in GameMix.parse(grpo.games).weights}
+    specs = {name: resolve_game(name) for name in GameMix.parse(grpo.games).weights}
     folder = Path(grpo.output_dir or f"{config.output_dir}_grpo")
     settings = config.model_dump(mode="json", exclude={"output_dir", "run_name", "vllm"})
     settings["grpo"] = {k: v for k, v in settings["grpo"].items() if k not in ("max_iters", "save_every", "output_dir")}

@@ -18,8 +18,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from game_registry import Failed, GameSpec, Reply, Turn, get_game, play
+from game_registry import Failed, GameSpec, Reply, Turn, play
 from pipeline.files import InputError, check, parse_json, read_jsonl, read_text, run_cli, write_json, write_text
+from pipeline.remote_game import resolve_game
 from train.rollout import EnvironmentPool
 
 TOLERANCE = 1e-9
@@ -156,7 +157,7 @@ def main() -> int:
         raise InputError(f"rollouts {args.files[0]}: no entries; collect rollouts first")
     if any(e.game is None for e in entries):
         raise InputError("the entries do not name their environment; give --env")
-    specs = {name: get_game(name, args.root) for name in dict.fromkeys(e.game for e in entries) if name is not None}
+    specs = {name: resolve_game(name, args.root) for name in dict.fromkeys(e.game for e in entries) if name is not None}
     if needs := [s.name for s in specs.values() if s.needs_user_llm]:
         raise InputError(f"{needs[0]} has a user simulator that answers anew each time, so it cannot be replayed")
     replayed = asyncio.run(replay_all(entries, specs))

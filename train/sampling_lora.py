@@ -1,8 +1,8 @@
 """Sampling through a peft adapter without peft's casts.
 
-peft keeps the adapter in fp32 and converts every layer's input to it and back; at query length 1 that costs as much as
-the products. For the time of a batch the projections use copies of A and s B in the base's dtype, as the trainer's forward
-does, so sampler and trainer also round alike.
+peft keeps the adapter in fp32 and converts every layer's input to it and back; at query length 1 that costs as much
+as the products. For the time of a batch the projections use copies of A and s B in the base's dtype, as the trainer's
+forward does, so sampler and trainer also round alike.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m train.warmstart_gater --config configs/moe_gate.yaml --rollouts 'runs/probe/*.json'
 
 The files hold rollouts of the base and of every adapter on the same seeds of any registered environments (collect them
-with ``python -m train.collect_rollouts --adapter ...``, with tokens). For each (environment, seed) with the mean reward r_s
-of every slot s that was measured:
+with ``python -m train.collect_rollouts --adapter ...``, with tokens). For each (environment, seed) with the mean
+reward r_s of every slot s that was measured:
 
     target_s = exp(r_s / tau) / sum_s' exp(r_s' / tau)          slots that were not measured: 0
 
