@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from train.kernels import fused_on_gpu
 
 FLEX_BLOCK = 128
+USE_RECTANGLES = False  # cuDNN for large rectangles; switched on by hardware on which its gradient check has passed
 RECTANGLE_PAIRS = 2**21  # smaller rectangles stay with FlexAttention: a launch and a merge must pay
 CPU_TILE = 96  # rows; measured flat between 64 and 128
 KEPT_WEIGHTS = 2**23  # of the softmax, per layer: 16 MiB in bf16
@@ -112,9 +113,10 @@ def _block_lists(blocks: torch.Tensor, device: torch.device) -> tuple[torch.Tens
 
 
 def suits_cudnn(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Can cuDNN's attention compute a rectangle and its gradient here?"""
+    """Shall cuDNN's attention compute large rectangles here, and can it?"""
     return (
-        device.type == "cuda"
+        USE_RECTANGLES
+        and device.type == "cuda"
         and dtype in (torch.bfloat16, torch.float16)
         and head_dim <= 128
         and head_dim % 8 == 0
