@@ -1,4 +1,7 @@
-"""One training pass over fixed episodes, alone or as one of several ranks; ``python sharding_case.py OUT`` runs all cases as a rank."""
+"""One training pass over fixed episodes, alone or as one of several ranks.
+
+``python sharding_case.py OUT`` runs all cases as a rank.
+"""
 
 from __future__ import annotations
 

@@ -500,8 +500,8 @@ def test_seeds_that_were_mined_are_refused(
     ]
     rollouts, summaries = tmp_path / "rollouts.json", tmp_path / "summaries.json"
     rollouts.write_text(json.dumps({"info": {"env": "capability_tiny"}, "simulations": simulations}))
-    summarize_command = [sys.executable, "-m", "pipeline._summarize", "--input", str(rollouts), "--output", str(summaries)]
-    subprocess.run([*summarize_command, "--split", "99:1"], check=True)
+    command = [sys.executable, "-m", "pipeline._summarize", "--input", str(rollouts), "--output", str(summaries)]
+    subprocess.run([*command, "--split", "99:1"], check=True)
     arguments = ["evaluate", "--envs", "capability_tiny", "--seeds", "0:12", "--out-dir", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", [*arguments, "--summaries", str(summaries), "--model", "m"])
     with pytest.raises(InputError, match="were mined for capabilities"):
