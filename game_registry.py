@@ -31,6 +31,7 @@ from typing import Any, Literal, Protocol
 from tool_calls import RESPOND, Action, ParsedTurn, ToolSchema, parse_turn, read_json_call
 
 Message = dict[str, Any]  # one OpenAI chat message: role, content, tool_calls ...
+ROLES = frozenset({"system", "user", "assistant", "tool"})
 ROOT = Path(__file__).resolve().parent
 
 
@@ -382,9 +383,25 @@ def _guard(method: Callable[..., Any], *args: Any) -> Any:
         return method(*args)
     except AgentError:
         raise  # a user simulator inside the environment lost its server
-    except Exception as error:
-        name = getattr(method, "__name__", "call")
+    except (Exception, SystemExit) as error:  # sys.exit in an environment must not end the command
+        name = args[1] if method is getattr else getattr(method, "__name__", "call")
         raise _EnvironmentFault(f"{name} raised {type(error).__name__}: {error}") from error
+
+
+def _list_of(kind: str, method: Callable[[], Any]) -> list[Any]:
+    """What ``get_messages`` or ``get_tool_schemas`` returns, checked to be what the contract says."""
+    items = _guard(method)
+    if not isinstance(items, list | tuple):
+        raise _EnvironmentFault(f"{method.__name__}() must return a list, found {type(items).__name__}")
+    for item in items:
+        if kind == "message":
+            fine = isinstance(item, dict) and item.get("role") in ROLES
+            fine = fine and isinstance(item.get("content"), str | list | None)
+        else:
+            fine = isinstance(item, dict) and isinstance(item.get("function", item).get("name"), str)
+        if not fine:
+            raise _EnvironmentFault(f"{method.__name__}() holds what is no {kind}: {item!r:.80}")
+    return list(items)
 
 
 async def _play(spec: GameSpec, env: Game, agent: Agent, seed: int, hinted: bool, result: EpisodeResult) -> None:
@@ -392,14 +409,19 @@ async def _play(spec: GameSpec, env: Game, agent: Agent, seed: int, hinted: bool
     system = spec.base_prompt if spec.base_prompt is not None else _guard(env.get_system_prompt)
     if hinted and spec.hint_prompt:
         system = f"{system}\n\n{spec.hint_prompt}"
-    tools = result.tools = list(_guard(env.get_tool_schemas))
-    seen = list(_guard(env.get_messages))
+    if not isinstance(system, str):
+        raise _EnvironmentFault(f"get_system_prompt() must return text, found {type(system).__name__}")
+    tools = result.tools = _list_of("tool schema", env.get_tool_schemas)
+    seen = _list_of("message", env.get_messages)
     new = [{"role": "system", "content": system}, *seen] if system else list(seen)
     messages = result.messages
     messages.extend(new)
     n_seen = len(seen)
     result.finish_reason = "max_steps"
-    for index in range(_guard(getattr, env, "max_steps")):
+    max_steps = _guard(getattr, env, "max_steps")
+    if not isinstance(max_steps, int):
+        raise _EnvironmentFault(f"max_steps must be an integer, found {max_steps!r:.60}")
+    for index in range(max_steps):
         reply = await agent(Turn(index, messages, new, tools))
         if reply.finish_reason == "context":
             result.finish_reason = "context"
@@ -420,7 +442,7 @@ async def _play(spec: GameSpec, env: Game, agent: Agent, seed: int, hinted: bool
                 await asyncio.to_thread(_guard, env.step, payload)
             else:
                 _guard(env.step, payload)
-            current = list(_guard(env.get_messages))
+            current = _list_of("message", env.get_messages)
             new.extend(dict(m) for m in current[n_seen:] if m.get("role") != "assistant")
             n_seen = len(current)
         _link_tool_results(messages[-1], new)
@@ -475,8 +497,8 @@ def _score(env: Game) -> tuple[dict[str, Any], Outcome]:
     if not isinstance(summary, dict) or "reward" not in summary:
         raise _EnvironmentFault(f"get_summary() must return a dict with 'reward', found {summary!r:.80}")
     reward = summary["reward"]
-    is_number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
-    if not is_number or not 0 <= reward <= 1:
+    is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
+    if not is_number or not 0 <= reward <= 1:  # NaN and infinities fail the comparison
         raise _EnvironmentFault(f"reward must be a finite number in [0, 1], found {reward!r:.80}")
     return dict(summary), Scored(float(reward))
 

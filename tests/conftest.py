@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from scripted_server import ScriptedServer, free_port
 
@@ -27,6 +28,10 @@ VLLM_FLAGS = (
 # OpenMP threads that spin while they wait make everything on a small machine 10-30 times slower.
 for _name, _value in (("OMP_WAIT_POLICY", "passive"), ("KMP_BLOCKTIME", "0")):
     os.environ.setdefault(_name, _value)
+
+# Shared and slow machines: a deadline per example would measure the machine, not the code.
+hypothesis.settings.register_profile("trace", deadline=None)
+hypothesis.settings.load_profile("trace")
 
 
 @pytest.fixture(scope="session")

@@ -286,3 +286,35 @@ def test_bad_mixes_are_refused(text: str) -> None:
 def test_one_module_may_register_its_game_again() -> None:
     spec = GameSpec("capability_again_in_tests", Adder)
     assert register_game(spec) is spec and register_game(spec) is spec
+
+
+@pytest.mark.parametrize(
+    ("method", "value"),
+    [
+        ("get_messages", None), ("get_messages", [5]), ("get_messages", [{"role": "martian", "content": ""}]),
+        ("get_messages", [{"role": "user", "content": 5}]), ("get_messages", [{"content": "x"}]),
+        ("get_tool_schemas", None), ("get_tool_schemas", [{"x": 1}]), ("get_system_prompt", None),
+    ],
+)  # fmt: skip
+def test_what_breaks_the_contract_is_a_fault_of_the_environment(method: str, value: Any) -> None:
+    env = Adder()
+
+    def replaced() -> Any:
+        return value
+
+    setattr(env, method, replaced)
+    outcome = play_sync(SPEC, env, scripted_agent([ADD]), 0).outcome
+    assert isinstance(outcome, Failed) and outcome.kind == "environment"
+
+
+def test_exits_huge_rewards_and_odd_limits_are_faults_of_the_environment() -> None:
+    def leave(action_json: str) -> None:
+        raise SystemExit(0)
+
+    leaving, huge, odd = Adder(), Adder(), Adder()
+    leaving.step = leave  # type: ignore[method-assign]
+    huge.get_summary = lambda: {"reward": 10**400}  # type: ignore[method-assign]
+    odd.max_steps = "3"  # type: ignore[assignment]
+    for env in (leaving, huge, odd):
+        outcome = play_sync(SPEC, env, scripted_agent([ADD]), 0).outcome
+        assert isinstance(outcome, Failed) and outcome.kind == "environment"

@@ -404,3 +404,26 @@ def test_unknown_environment_and_absent_server_exit_2(smollm2: Path, tmp_path: P
         done = subprocess.run([*base, *flags], cwd=ROOT, env=env, capture_output=True, text=True)
         assert done.returncode == 2 and expected in done.stderr
         assert done.stderr.strip().count("\n") == 0 and not (tmp_path / "r.json").exists()
+
+
+def test_another_version_of_an_environment_or_of_an_adapter_is_another_fingerprint(tmp_path: Path) -> None:
+    from pipeline.remote_game import resolve_game
+    from train.rollout_log import game_fingerprint, weights_digest
+
+    source = (Path(__file__).parent / "tiny_game.py").read_text().replace("capability_tiny", "capability_print_test")
+    file = tmp_path / "capability_print_test_game.py"
+    file.write_text(source)
+    first = game_fingerprint(resolve_game("capability_print_test", tmp_path))
+    assert first == game_fingerprint(resolve_game("capability_print_test", tmp_path))
+    file.write_text(source + "\n# another version\n")
+    assert first != game_fingerprint(resolve_game("capability_print_test", tmp_path))
+    desk = resolve_game("helpdesk")
+    assert game_fingerprint(desk) == game_fingerprint(desk) and not game_fingerprint(desk).startswith("unknown")
+
+    adapter = tmp_path / "a.safetensors"
+    adapter.write_bytes(b"1")
+    before = weights_digest([adapter])
+    adapter.write_bytes(b"2")
+    assert weights_digest([adapter]) != before
+    with pytest.raises(InputError, match="not found"):
+        weights_digest([tmp_path / "none"])

@@ -22,7 +22,7 @@ from train.engines import EngineOptions, OpenEngine, add_engine_flags, attach_ad
 from train.episode import Episode, EpisodeParams, to_simulation
 from train.progress import EpisodeMeter
 from train.rollout import Job, collect, jobs_of_group
-from train.rollout_log import Key, RolloutLog, game_fingerprint
+from train.rollout_log import Key, RolloutLog, game_fingerprint, weights_digest
 from train.user_llm import add_user_llm_flags, user_llm_from
 from train.vllm_engine import VllmEngine
 
@@ -82,6 +82,7 @@ def settings_of(args: argparse.Namespace, options: EngineOptions, spec: GameSpec
         "env_source": game_fingerprint(spec),
         "model": options.served_model or options.model,
         "adapter": args.adapter,
+        "adapter_weights": weights_digest(_given_folder(args.adapter).values()),
         "temperature": args.temperature,
         "max_new_tokens": args.max_new_tokens or spec.max_gen_tokens,
         "max_seq_length": args.max_seq_length,

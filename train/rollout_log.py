@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import sys
+import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from game_registry import GameSpec
 from pipeline.files import InputError, JsonlLog, PathLike, parse_json, read_jsonl, read_text, write_json
+from pipeline.remote_game import SandboxedEnvironment
 
 SCHEMA_VERSION = 1
 Key = tuple[str, bool, int]  # task id, hinted, sample index
@@ -31,11 +34,52 @@ def entry_order(entry: Mapping[str, Any]) -> tuple[int, str, bool, int]:
 
 
 def game_fingerprint(spec: GameSpec) -> str:
-    """Hash of the environment's source file; rollouts of another version of it must not be mixed in."""
-    source = inspect.getsourcefile(inspect.unwrap(spec.make_env))
-    if source is None or not Path(source).is_file():
-        return "unknown"
-    return hashlib.sha256(Path(source).read_bytes()).hexdigest()[:16]
+    """Hash of the environment's source files; rollouts of another version of it must not be mixed in.
+
+    A sandboxed environment knows its own files; for an imported one they are the module of ``make_env`` and the modules
+    beside it that it uses. Where there is no source the value is new every time, so nothing is ever taken for equal.
+    """
+    owner = getattr(spec.make_env, "__self__", None)
+    files = owner.files() if isinstance(owner, SandboxedEnvironment) else _source_files(spec)
+    if not files or not all(file.is_file() for file in files):
+        return f"unknown-{uuid.uuid4().hex[:12]}"
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _source_files(spec: GameSpec) -> list[Path]:
+    module = inspect.getmodule(inspect.unwrap(spec.make_env))
+    todo, found = [module], dict[str, Path]()
+    while todo:
+        module = todo.pop()
+        file = getattr(module, "__file__", None)
+        if module is None or file is None or file in found:
+            continue
+        if found and Path(file).parent not in {path.parent for path in found.values()}:
+            continue  # the contract, the standard library: not the environment's own
+        found[file] = Path(file)
+        values = vars(module).values()
+        names = {getattr(value, "__module__", None) or getattr(value, "__name__", None) for value in values}
+        todo += [sys.modules.get(name) for name in names if isinstance(name, str)]
+    return list(found.values())
+
+
+def weights_digest(places: Iterable[PathLike]) -> str:
+    """Hash of adapter files, so that rollouts of weights that were trained again are never taken for these.
+
+    Raises:
+        InputError: a place is neither a PEFT folder nor a file.
+    """
+    digest = hashlib.sha256()
+    for place in map(Path, places):
+        files = sorted(place.glob("adapter*")) if place.is_dir() else [place]
+        if not files or not all(file.is_file() for file in files):
+            raise InputError(f"adapter {place}: not found; expected a PEFT folder or a .safetensors file")
+        for file in files:
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 class RolloutLog:
