@@ -528,6 +528,6 @@ if __name__ == "__main__":
 
     import game_registry as registry  # the imported copy holds the registrations, this __main__ copy does not
 
-    argparse.ArgumentParser(prog="python -m game_registry", description="List the registered environments.").parse_args()
+    argparse.ArgumentParser("python -m game_registry", description="List the registered environments.").parse_args()
     for known_name, known_spec in sorted(registry.discover().items()):
         sys.stdout.write(f"{known_name:48} {known_spec.description}\n")
