@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Hashable
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from pathlib import Path
@@ -23,7 +22,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, StrictStr, model_validator
 
 from pipeline.command_line import Parser
-from pipeline.files import InputError, check, read_text, run_cli, write_text
+from pipeline.files import InputError, UniqueKeyLoader, check, read_yaml, run_cli, write_text
 from pipeline.templates import PROMPTS, render
 
 
@@ -120,16 +119,8 @@ STAGES: dict[str, tuple[type[CapabilityConfig] | type[EnvironmentConfig], str]] 
 }
 
 
-class _ExactLoader(yaml.SafeLoader):
-    """YAML whose floats are decimals with every digit kept, and whose duplicate keys are errors."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"key {key.value!r} appears twice", problem_mark=key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
+class _ExactLoader(UniqueKeyLoader):
+    """YAML whose floats are decimals with every digit kept."""
 
 
 def _decimal(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
@@ -141,23 +132,6 @@ def _decimal(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
 
 
 _ExactLoader.add_constructor("tag:yaml.org,2002:float", _decimal)
-
-
-def load_yaml(path: Path) -> dict[str, Any]:
-    """A configuration file as a dictionary.
-
-    Raises:
-        InputError: not YAML, not a mapping, or a key that appears twice.
-    """
-    try:
-        data = yaml.load(read_text(path, "configuration"), Loader=_ExactLoader)
-    except yaml.YAMLError as error:
-        raise InputError(f"configuration {path}: not valid YAML: {' '.join(str(error).split())[:200]}") from None
-    except RecursionError:
-        raise InputError(f"configuration {path}: YAML is nested too deeply") from None
-    if not isinstance(data, dict):
-        raise InputError(f"configuration {path}: expected keys with values, found {type(data).__name__}")
-    return {str(k): v for k, v in data.items()}
 
 
 def refuse_unknown_keys(model: type[BaseModel], data: dict[str, Any], where: str) -> None:
@@ -175,7 +149,7 @@ def refuse_unknown_keys(model: type[BaseModel], data: dict[str, Any], where: str
 def load_config(path: Path, stage: str) -> CapabilityConfig | EnvironmentConfig:
     """The typed configuration of a stage."""
     model, _ = STAGES[stage]
-    data = load_yaml(path)
+    data = read_yaml(path, loader=_ExactLoader)
     where = f"configuration {path}"
     refuse_unknown_keys(model, data, where)
     return check(model, data, where)

@@ -6,23 +6,20 @@ import difflib
 import os
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from moe_gate.routing import RoutingGranularity, RoutingMode, RoutingScope
-from pipeline.files import InputError, check, read_text
+from pipeline.files import InputError, SettingsModel, check, read_yaml
 
 
-class VllmSection(BaseModel):
+class VllmSection(SettingsModel):
     """How the trained model is served; arguments after the model's folder."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    serve_args: list[str] = []
-    base_urls: list[str] = []
+    serve_args: list[str] = Field(default_factory=list)
+    base_urls: list[str] = Field(default_factory=list)
 
 
-class GrpoSection(BaseModel):
+class GrpoSection(SettingsModel):
     """GRPO of the gates (``train.grpo_gater``); names and defaults as in ``python -m train`` where both have them.
 
     Args:
@@ -31,8 +28,6 @@ class GrpoSection(BaseModel):
         output_dir: null = ``<output_dir>_grpo``.
         lr: of the gates, on raw hidden states.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     games: str = ""
     init_gate: str | None = None
@@ -54,7 +49,7 @@ class GrpoSection(BaseModel):
     save_every: int = Field(default=5, ge=1)
 
 
-class GateConfig(BaseModel):
+class GateConfig(SettingsModel):
     """The gate's configuration. Paths are relative to the working directory.
 
     Args:
@@ -76,8 +71,6 @@ class GateConfig(BaseModel):
             counted).
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     run_name: str = "gate"
     output_dir: str
     base_model: str
@@ -91,7 +84,7 @@ class GateConfig(BaseModel):
     include_base_slot: bool = True
     base_bias: float = 5.0
     dtype: Literal["bfloat16", "float32", "float16", "auto"] = "auto"
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, le=2**31)
 
     optimizer: Literal["adamw"] = "adamw"
     lr: float = Field(default=5e-4, gt=0)
@@ -131,13 +124,7 @@ def load_gate_config(path: str | os.PathLike[str], overrides: dict[str, Any] | N
     Raises:
         InputError: missing file, not YAML, an unknown key (the nearest known one is named) or a wrong value.
     """
-    try:
-        data = yaml.safe_load(read_text(path, "configuration"))
-    except yaml.YAMLError as error:
-        raise InputError(f"configuration {path}: not valid YAML ({' '.join(str(error).split())})") from None
-    if not isinstance(data, dict):
-        raise InputError(f"configuration {path}: expected keys and values, found {type(data).__name__}")
-    data |= overrides or {}
+    data = read_yaml(path) | (overrides or {})
     for key in data:
         if key not in GateConfig.model_fields:
             near = difflib.get_close_matches(str(key), GateConfig.model_fields, n=1)

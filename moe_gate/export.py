@@ -30,6 +30,7 @@ from moe_gate.adapters import save_adapter_folder
 from moe_gate.checkpoint import GateMetadata, load_routed, read_gate
 from moe_gate.exported import CONFIG_KEY, ExportSpec, rank_table
 from pipeline.files import InputError, read_json, run_cli, write_json
+from pipeline.folders import replace_folder
 
 ROUTING_FILE = "model-routing.safetensors"
 MODULE_FILE = "modeling_trace_routed"
@@ -54,10 +55,8 @@ def export(
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         _write_folder(work, model, base, metadata, include_base, adapter_dir)
-        if target.exists():
-            shutil.rmtree(target)
         work.chmod(0o755)
-        work.rename(target)
+        replace_folder(work, target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import RootModel, StrictStr
 
 from pipeline.command_line import Parser, ProgressLine, positive_int
-from pipeline.files import InputError, check, read_json, run_cli
+from pipeline.files import InputError, check, read_json, resolved, run_cli
 from pipeline.readers.plan import Plan, make_plan, trajectories
 from pipeline.readers.sniff import FAMILIES
 from pipeline.readers.trajectory import Limits
@@ -95,11 +95,11 @@ def write(args: argparse.Namespace) -> tuple[Summary, Plan]:
 
 
 def _refuse_overwriting(args: argparse.Namespace, plan: Plan) -> None:
-    inputs = {p.resolve() for p, _ in plan.inputs}
+    inputs = {resolved(p, "input") for p, _ in plan.inputs}
     for output in filter(None, (args.output, args.blind_output)):
-        if Path(output).resolve() in inputs:
+        if resolved(output, "output") in inputs:
             raise InputError(f"output {output} is one of the inputs; choose another path")
-    if args.blind_output and Path(args.blind_output).resolve() == Path(args.output).resolve():
+    if args.blind_output and resolved(args.blind_output) == resolved(args.output):
         raise InputError("--blind-output and --output are the same file; choose two paths")
 
 

@@ -19,9 +19,9 @@ from typing import Any
 
 from pipeline import evidence
 from pipeline.candidates import CandidateFile, load_candidates
-from pipeline.command_line import Parser, positive_int, rational
+from pipeline.command_line import Parser, non_negative_int, positive_int, rational
 from pipeline.cross_check import cross_check
-from pipeline.files import InputError, run_cli
+from pipeline.files import InputError, resolved, run_cli
 from pipeline.labels import LabelSet, find_runs, load_runs
 from pipeline.selection import Candidate, Thresholds, candidates, ranked
 from pipeline.selection_export import (
@@ -40,18 +40,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--runs", nargs="+", required=True, help="label runs: files or quoted globs")
     parser.add_argument("--rho", default="0.10", help="coverage threshold, inclusive, exact")
     parser.add_argument("--delta", default="0.20", help="gap threshold, inclusive, exact")
-    parser.add_argument("--k", default="8", help="runs in which a capability must pass")
+    parser.add_argument("--k", type=positive_int, default=8, help="runs in which a capability must pass")
     parser.add_argument("--candidates", help="candidate_capabilities.json, for descriptions and names")
     parser.add_argument("--export", default="pipeline/selected_capabilities.json", help="selection array to write")
     parser.add_argument("--summaries", help="summaries file: checks ids, outcomes and quotes, and reports faults")
     parser.add_argument("--allow-score-ids", action="store_true", help="accept labels for the score part of a split")
     parser.add_argument("--resamples", type=positive_int, default=2000, help="bootstrap samples and permutations")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the resampling")
+    parser.add_argument("--seed", type=non_negative_int, default=0, help="seed of the resampling")
     parser.add_argument("--check", action="store_true", help="check the runs, print the table, write nothing")
     return parser.parse_args(arguments)
 
 
-def read_thresholds(rho: str, delta: str, k: str, n_runs: int) -> Thresholds:
+def read_thresholds(rho: str, delta: str, k: int, n_runs: int) -> Thresholds:
     """The three thresholds as exact numbers.
 
     Raises:
@@ -63,9 +63,7 @@ def read_thresholds(rho: str, delta: str, k: str, n_runs: int) -> Thresholds:
             values[name] = rational(text)
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
-    if not k.strip().isdecimal():
-        raise InputError(f"--k: expected an integer >= 1, found {k!r}")
-    thresholds = Thresholds(values["--rho"], values["--delta"], int(k))
+    thresholds = Thresholds(values["--rho"], values["--delta"], k)
     if thresholds.k > n_runs:
         raise InputError(f"--k is {k} but only {n_runs} label runs were found; lower --k or add runs")
     return thresholds
@@ -91,7 +89,7 @@ def aggregate(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str,
     """The export and the report of parsed arguments; nothing is written."""
     export = Path(args.export)
     files = find_runs(args.runs)
-    if export.resolve() in {f.resolve() for f in files}:
+    if resolved(export, "--export") in {resolved(f) for f in files}:
         raise InputError(f"--export {export} is one of the label runs; choose another path")
     labels = load_runs(files)
     thresholds = read_thresholds(args.rho, args.delta, args.k, len(labels.attempts))

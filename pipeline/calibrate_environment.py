@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeline.calibration_stats import Estimate, GroupStats, group_stats, wilson
-from pipeline.command_line import Parser
+from pipeline.command_line import Parser, non_negative_int
 from pipeline.files import InputError, run_cli, write_json
 from pipeline.rollout_schema import Rollout, RolloutFile, load_rollouts
 
@@ -246,7 +246,7 @@ def _parser() -> Parser:
         add(f"--{field.name.replace('_', '-')}", type=float, default=field.default, help=meaning)
     add("--reward-threshold", type=float, default=1.0, help="a reward at or above it is a success")
     add("--pass-at-k", default="1,4,8,16", help="k of pass@k; those above the group size are left out")
-    add("--seed", type=int, default=0, help="seed of the bootstrap")
+    add("--seed", type=non_negative_int, default=0, help="seed of the bootstrap")
     add("--json-output", metavar="R", default=None, help="write the report here")
     return parser
 
@@ -257,6 +257,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in {**dataclasses.asdict(bands), "reward_threshold": args.reward_threshold}.items():
         if not 0 <= value <= 1:  # also false for nan
             raise InputError(f"--{name.replace('_', '-')} {value}: expected a number in [0, 1]")
+    for band in ("mean", "success"):
+        low, high = getattr(bands, f"{band}_min"), getattr(bands, f"{band}_max")
+        if low > high:
+            raise InputError(f"--{band}-min {low} is above --{band}-max {high}; nothing could pass, exchange them")
     if args.group_size < 1:
         raise InputError(f"--group-size {args.group_size}: expected at least 1")
     data = load_rollouts(args.rollouts)

@@ -30,12 +30,15 @@ def rational(text: str) -> Fraction:
     """``"0.20"`` or ``"1/5"`` as the exact number that was written: 0.20 is 1/5, not the nearest binary float.
 
     Raises:
-        InputError: not a finite number.
+        InputError: not a finite number, or one of an absurd length: ``Fraction`` would write out every digit.
     """
+    exponent = text.strip().lower().partition("e")[2].lstrip("+-0_")
     try:
+        if len(text) > 100 or len(exponent) > 3:
+            raise ValueError
         return Fraction(text.strip())
     except (ValueError, ZeroDivisionError):
-        raise InputError(f"expected a number such as 0.20 or 1/5, found {text!r}") from None
+        raise InputError(f"expected a number such as 0.20 or 1/5, found {text!r:.40}") from None
 
 
 def rational_option(text: str) -> Fraction:
@@ -48,9 +51,19 @@ def rational_option(text: str) -> Fraction:
 
 def positive_int(text: str) -> int:
     """An argparse type: an integer >= 1."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer >= 1, found {text!r}")
-    return int(text)
+    return _integer(text, 1)
+
+
+def non_negative_int(text: str) -> int:
+    """An argparse type for seeds: an integer >= 0 (numpy takes no other)."""
+    return _integer(text, 0)
+
+
+def _integer(text: str, low: int) -> int:
+    digits = text.strip()
+    if not digits.isdecimal() or len(digits) > 15 or int(digits) < low:
+        raise argparse.ArgumentTypeError(f"expected an integer >= {low} of at most 15 digits, found {text!r:.40}")
+    return int(digits)
 
 
 def natural_key(text: str) -> tuple[tuple[int, int, str], ...]:

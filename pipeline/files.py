@@ -6,16 +6,18 @@ Exit codes: 0 = done, 1 = ran and the verdict is "no", 2 = could not run (bad in
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from game_registry import GameError
 
@@ -58,14 +60,34 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON; replace it with a number or null")
 
 
-def parse_json(text: str, where: str) -> Any:
-    """Strict JSON: NaN and Infinity are errors.
+def _finite_float(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text:.40} is too large for a number; replace it with a smaller one or null")
+    return number
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"key {twice!r:.80} appears twice in one object; keep one")
+    return data
+
+
+def parse_json(text: str, where: str, *, unique_keys: bool = False) -> Any:
+    """Strict JSON: NaN, Infinity and numbers that overflow to them are errors.
+
+    Args:
+        unique_keys: a key that appears twice in one object is an error too (else the last one wins).
 
     Raises:
         InputError: with the line and column of the fault.
     """
+    hook = _unique_keys if unique_keys else None
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float, object_pairs_hook=hook)
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: not valid JSON at line {error.lineno} column {error.colno} ({error.msg})") from None
     except RecursionError:
@@ -75,8 +97,55 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def read_json(path: PathLike, what: str = "file") -> Any:
-    """``parse_json`` of a whole file."""
-    return parse_json(read_text(path, what), f"{what} {path}")
+    """``parse_json`` of a whole file, with unique keys."""
+    return parse_json(read_text(path, what), f"{what} {path}", unique_keys=True)
+
+
+class UniqueKeyLoader(yaml.SafeLoader):
+    """YAML in which a key that appears twice in one mapping is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # SafeLoader refuses it
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {key.value!r} appears twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(
+    path: PathLike, what: str = "configuration", loader: type[UniqueKeyLoader] = UniqueKeyLoader
+) -> dict[str, Any]:
+    """A YAML file that holds a mapping.
+
+    Raises:
+        InputError: not YAML, a value that YAML cannot build (the date 2020-99-99), not a mapping, a key twice.
+    """
+    text = read_text(path, what)
+    try:
+        data = yaml.load(text, Loader=loader)
+    except RecursionError:
+        raise InputError(f"{what} {path}: YAML is nested too deeply") from None
+    # PyYAML's constructors let the last five through: for impossible dates, long integers, `!!bool x`, `!!int ""`
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
+        raise InputError(f"{what} {path}: not valid YAML: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(data, dict):
+        raise InputError(f"{what} {path}: expected keys with values, found {type(data).__name__}")
+    return {str(k): v for k, v in data.items()}
+
+
+def resolved(path: PathLike, what: str = "file") -> Path:
+    """``path`` made absolute, with its symbolic links followed.
+
+    Raises:
+        InputError: its links form a loop, or it is no path at all.
+    """
+    try:
+        return Path(path).resolve()
+    except (RuntimeError, OSError, ValueError) as error:
+        raise InputError(f"{what} {path}: cannot be followed ({error}); check the path and its links") from None
 
 
 def check(model: type[Model], data: Any, where: str) -> Model:
@@ -85,6 +154,24 @@ def check(model: type[Model], data: Any, where: str) -> Model:
         return model.model_validate(data)
     except ValidationError as error:
         raise InputError(f"{where}: {describe_validation(error)}") from None
+
+
+class SettingsModel(BaseModel):
+    """Settings from YAML or flags: no unknown key, no NaN or infinity, and integers that were written as integers.
+
+    A float may be text, because YAML reads 1e-5 as text.
+    """
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers_as_written(cls, value: Any, info: ValidationInfo) -> Any:
+        wanted = cls.model_fields[info.field_name or ""].annotation
+        integer, number = wanted in (int, int | None), wanted in (float, float | None)
+        if (integer and type(value) not in (int, type(None))) or (number and isinstance(value, bool)):
+            raise ValueError("expected an integer" if integer else "expected a number")
+        return value
 
 
 def describe_validation(error: ValidationError) -> str:
@@ -139,9 +226,22 @@ def sync_folder(folder: PathLike) -> None:
 
 
 def write_text(path: PathLike, text: str) -> None:
-    """Atomic write of UTF-8 text."""
+    """Atomic write of UTF-8 text.
+
+    Raises:
+        InputError: it cannot be written, or the text holds a lone surrogate.
+    """
+    try:
+        raw = text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{path}: {_surrogate(error)}") from None
     with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(raw)
+
+
+def _surrogate(error: UnicodeEncodeError) -> str:
+    near = error.object[max(0, error.start - 30) : error.end]
+    return f"the text to write has a lone surrogate, which is not Unicode, at the end of {near!r}; correct the input"
 
 
 def write_json(path: PathLike, data: Any, *, indent: int | None = 2) -> None:
@@ -169,9 +269,13 @@ class JsonlLog:
         """Add one line.
 
         Raises:
-            InputError: the disk is full or the file is gone.
+            InputError: the disk is full, the file is gone, or the record holds a lone surrogate.
         """
         line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+        try:
+            line.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"{self.path}: {_surrogate(error)}") from None
         try:
             self._file.write(line)
             self._file.flush()
@@ -246,6 +350,8 @@ def finite(value: Any, where: str) -> float:
 def run_cli(main: Callable[[], int | None]) -> None:
     """Run a command's ``main``: expected faults become one line on stderr and exit 2, a verdict becomes its exit code.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # text from input files may not fit the terminal's encoding
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = main() or 0
         sys.stdout.flush()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from pipeline.command_line import natural_key
-from pipeline.files import InputError, check, read_json
+from pipeline.files import InputError, check, read_json, resolved
 
 LABELS = ("NA", "PRESENT", "LACKING")  # a label's code is its place here
 NA, PRESENT, LACKING = range(3)
@@ -107,11 +108,11 @@ def find_runs(patterns: Sequence[str]) -> list[Path]:
     """
     found: dict[Path, Path] = {}
     for pattern in patterns:
-        matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern), key=natural_key)
+        matches = [pattern] if os.path.lexists(pattern) else sorted(glob.glob(pattern), key=natural_key)
         if not matches:
             raise InputError(f"label runs: {pattern!r} matches no file; expected run_01.json ..., check --runs")
         for match in matches:
-            found.setdefault(Path(match).resolve(), Path(match))
+            found.setdefault(resolved(match, "label run"), Path(match))
     return list(found.values())
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.candidates import check_candidates, load_candidates
 from pipeline.chat_client import ChatClient, Endpoint, Usage
-from pipeline.command_line import positive_int
+from pipeline.command_line import non_negative_int, positive_int
 from pipeline.cross_check import labelable
 from pipeline.discovery import LOWEST, DiscoverySettings, discover
 from pipeline.files import InputError, write_json
@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", help="model name (default: VLLM_MODEL)")
     group.add_argument("--api-key-env", default="VLLM_API_KEY", help="environment variable that holds the key")
     group.add_argument("--temperature", type=float, default=0.7, help="of discovery and labelling")
-    group.add_argument("--seed", type=int, default=0, help="of sampling and of all orders")
+    group.add_argument("--seed", type=non_negative_int, default=0, help="of sampling and of all orders")
     group.add_argument("--max-tokens", type=positive_int, default=4096, help="tokens of an answer")
     group.add_argument("--chunk-chars", type=positive_int, default=24_000, help="characters of trajectory in a request")
     group.add_argument("--concurrency", type=positive_int, default=16, help="requests under way")

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from pipeline import sandbox
-from pipeline.command_line import Parser, positive_int
+from pipeline.command_line import Parser, non_negative_int, positive_int
 from pipeline.files import run_cli
 from pipeline.sandbox import Isolation
 from pipeline.scenarios import Scenario, load_scenarios, save_scenarios
@@ -272,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("-o", "--output", required=True, help="file to write")
     add("--rounds", type=positive_int, default=1, help="mutations on top of each other (at most 5 are of use)")
     add("--strategy", action="append", choices=sorted(STRATEGIES), help="only this strategy; may be repeated")
-    add("--seed", type=int, default=0, help="random seed")
+    add("--seed", type=non_negative_int, default=0, help="random seed")
     add("--isolation", default="auto", choices=("auto", "bwrap", "process"), help="how modules are shut in")
     args = parser.parse_args(argv)
     isolation = sandbox.find_isolation(args.isolation)

@@ -10,6 +10,7 @@ other commands.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     output = Path(args.output or f"{args.name}_game.py")
     source = skeleton(args.name, args.description, str(output), with_oracle=args.with_oracle)
-    if output.exists():
+    if os.path.lexists(output):  # also a link to nowhere
         raise InputError(f"{output}: exists; choose another name or --output, nothing is overwritten")
     write_text(output, source)
     sys.stdout.write(f"{output}\nnext: python pipeline/validate_environment.py {output}\n")

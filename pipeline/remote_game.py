@@ -28,7 +28,7 @@ from typing import Any
 
 from game_registry import AgentError, Game, GameError, GameSpec, Message, get_game
 from pipeline import sandbox
-from pipeline.files import InputError
+from pipeline.files import InputError, resolved
 from pipeline.sandbox import INSIDE, PYTHON, Isolation, Limits
 from tool_calls import Action, ToolSchema
 
@@ -63,7 +63,7 @@ class Source:
         text = os.fspath(path_or_name)
         if not (text.endswith(".py") or os.sep in text):
             return cls(None, text)
-        path = Path(text).resolve()
+        path = resolved(text, "environment file")
         if not path.is_file():
             raise InputError(
                 f"environment file {text}: not found; give a capability_<name>_game.py or a registered name"
@@ -450,7 +450,7 @@ def resolve_game(name: str, root: str | os.PathLike[str] | None = None, isolatio
     isolation = isolation or os.environ.get("TRACE_ISOLATION") or "auto"
     if isolation == "none":
         return get_game(name, root)
-    folder = Path(root).resolve() if root is not None else ROOT
+    folder = resolved(root, "--root") if root is not None else ROOT
     written = sorted(folder.glob("capability_*_game.py"))
     for file in sorted(written, key=lambda f: f.stem != f"{name}_game"):
         if re.search(rf"[\"']{re.escape(name)}[\"']", file.read_text(encoding="utf-8", errors="replace")):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import queue
 import shlex
@@ -26,7 +27,7 @@ from typing import IO
 from pipeline import artefacts
 from pipeline.agent_commands import KNOWN, Launch, Request, cost_of_line, cost_of_trajectory, launch
 from pipeline.command_line import Parser
-from pipeline.files import InputError, run_cli, write_json, write_text
+from pipeline.files import InputError, resolved, run_cli, write_json, write_text
 from pipeline.templates import render
 from render_pipeline import STAGES, CapabilityConfig, EnvironmentConfig, context_of, load_config
 
@@ -62,9 +63,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
-    if args.time_limit <= 0 or (args.cost_limit is not None and args.cost_limit <= 0):
-        raise InputError("--time-limit and --cost-limit must be > 0")
-    root, work = Path(args.root).resolve(), Path(args.work_dir).resolve()
+    for flag, limit in (("--time-limit", args.time_limit), ("--cost-limit", args.cost_limit)):
+        if limit is not None and not (limit > 0 and math.isfinite(limit)):
+            raise InputError(f"{flag} {limit}: expected a finite number > 0")
+    root, work = resolved(args.root, "--root"), resolved(args.work_dir, "--work-dir")
     config = load_config(Path(args.config) if args.config else ROOT / CONFIGS[args.stage], args.stage)
     before = artefacts.done_skills(root / config.capabilities_file) if isinstance(config, EnvironmentConfig) else set()
     text, _ = render(STAGES[args.stage][1], context_of(config))

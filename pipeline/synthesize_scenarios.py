@@ -25,8 +25,8 @@ from typing import Any
 from game_registry import Scored, play
 from pipeline import sandbox
 from pipeline.chat_client import Endpoint
-from pipeline.command_line import Parser, ProgressLine, positive_int
-from pipeline.files import InputError, JsonlLog, ServerError, check, read_json, read_jsonl, run_cli
+from pipeline.command_line import Parser, ProgressLine, non_negative_int, positive_int
+from pipeline.files import InputError, JsonlLog, ServerError, check, read_json, read_jsonl, resolved, run_cli
 from pipeline.mutate_scenario import mutate
 from pipeline.sandbox import Isolation
 from pipeline.scenarios import Scenario, load_scenarios, parse_scenario, save_scenarios, scenario_path
@@ -301,7 +301,7 @@ def _parser() -> Parser:
     add("--concurrency", type=positive_int, default=10, help="rollouts at a time")
     add("--timeout-s", type=float, default=300.0, help="deadline of one request")
     add("--retries", type=int, default=5, help="attempts after the first, for one request")
-    add("--seed", type=int, default=0, help="seed of sampling and mutation")
+    add("--seed", type=non_negative_int, default=0, help="seed of sampling and mutation")
     add("--isolation", default="auto", choices=("auto", "bwrap", "process"), help="how modules are shut in")
     return parser
 
@@ -312,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise InputError(f"--max-pass-rate {args.max_pass_rate}: expected a number above 0 and at most 1")
     isolation = sandbox.find_isolation(args.isolation)
     candidates = tuple(load_scenarios(args.candidates)) if args.candidates else ()
-    if args.candidates and (args.output is None or Path(args.output).resolve() == Path(args.candidates).resolve()):
+    if args.candidates and (args.output is None or resolved(args.output) == resolved(args.candidates)):
         raise InputError("--candidates: give an --output that is another file; the accepted scenarios go there")
     plan = Plan(
         capability=args.capability,

@@ -133,7 +133,7 @@ def test_saving_is_atomic(saved: tuple[Any, Path], monkeypatch: pytest.MonkeyPat
 GOOD = "output_dir: o\nbase_model: b\nadapter_dir: a\nadapter_names: [x]\n"
 BAD_CONFIGS = {
     "": "is empty",
-    "- 1\n": "expected keys and values, found list",
+    "- 1\n": "expected keys with values, found list",
     "a: [1": "not valid YAML",
     GOOD + "routing_scop: global\n": "unknown key routing_scop; did you mean routing_scope?",
     GOOD + "routing_mode: top2\n": "routing_mode",

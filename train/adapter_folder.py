@@ -7,15 +7,23 @@ has the PEFT configuration in its metadata.
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.files import InputError, parse_json, read_json, write_json
+from pydantic import BaseModel, Field, StrictInt, StrictStr
+
+from pipeline.files import InputError, check, parse_json, read_json, write_json
 
 CONFIG_KEYS = ("peft_config", "adapter_config", "config")
+
+
+class _PeftConfig(BaseModel):
+    """What is read of ``adapter_config.json`` here; ``target_modules`` may be a pattern or "all-linear"."""
+
+    r: StrictInt | None = Field(None, ge=1)
+    target_modules: list[StrictStr] | StrictStr | None = None
 
 
 def check_folder(folder: Path) -> Path:
@@ -27,6 +35,7 @@ def check_folder(folder: Path) -> Path:
     config = read_json(folder / "adapter_config.json", "adapter config")
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise InputError(f"adapter {folder}: expected a PEFT LoRA adapter_config.json; train one with python -m train")
+    check(_PeftConfig, config, f"adapter config {folder / 'adapter_config.json'}")
     if not (folder / "adapter_model.safetensors").is_file():
         raise InputError(f"adapter {folder}: adapter_model.safetensors is missing; export the adapter again")
     return folder
@@ -90,5 +99,8 @@ def parse_adapters(text: str) -> dict[str, str]:
 
 def describe(folder: str) -> str:
     """Rank and targets in a few words, for progress output."""
-    config = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
-    return f"rank {config.get('r')}, {len(config.get('target_modules') or [])} target kinds"
+    path = Path(folder) / "adapter_config.json"
+    config = check(_PeftConfig, read_json(path, "adapter config"), f"adapter config {path}")
+    targets = config.target_modules
+    named = f"targets {targets}" if isinstance(targets, str) else f"{len(targets or ())} target kinds"
+    return f"rank {config.r}, {named}"

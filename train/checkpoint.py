@@ -13,14 +13,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, StrictInt
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from pipeline.files import InputError, read_json, sync_folder, write_json
+from pipeline.files import InputError, check, read_json, sync_folder, write_json
 from train.learner import Learner
 from train.lora import save_tensors
 
 SCHEMA_VERSION = 1
+
+
+class _Counters(BaseModel):
+    """``Learner.counters`` on disk."""
+
+    version: StrictInt
+    iteration: StrictInt
+    next_seed: dict[str, StrictInt]
+    mix: dict[str, float]
+    best_reward: float | None = None
+
+
+class _State(BaseModel):
+    """``state.json``."""
+
+    adapter: str
+    counters: _Counters
+    settings: dict[str, Any]
 
 
 def save_checkpoint(
@@ -78,25 +97,23 @@ def load_checkpoint(path: Path, learner: Learner, settings: dict[str, Any]) -> N
     Raises:
         InputError: damaged, of another adapter, or made with other settings.
     """
-    state = read_json(path / "state.json", "checkpoint")
-    if not isinstance(state, dict) or state.get("schema_version") != SCHEMA_VERSION:
+    data = read_json(path / "state.json", "checkpoint")
+    if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
         raise InputError(
             f"checkpoint {path}: expected schema_version {SCHEMA_VERSION}; it is from another version of this program"
         )
-    if state.get("adapter") != learner.name:
-        raise InputError(f"checkpoint {path}: is of adapter {state.get('adapter')!r}, expected {learner.name!r}")
+    state = check(_State, data, f"checkpoint {path / 'state.json'}")
+    if state.adapter != learner.name:
+        raise InputError(f"checkpoint {path}: is of adapter {state.adapter!r}, expected {learner.name!r}")
     for key, value in settings.items():
-        found = state.get("settings", {}).get(key)
+        found = state.settings.get(key)
         if found != value:
             raise InputError(
                 f"checkpoint {path}: made with {key}={found!r}, now {value!r}; use the same or another --output-dir"
             )
     learner.restore_weights(_load_tensors(path / "adapter.safetensors"))
     _restore_optimizer(learner, _load_tensors(path / "optimizer.safetensors"))
-    try:
-        learner.restore_counters(state["counters"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"checkpoint {path}: damaged counters ({error})") from None
+    learner.restore_counters(state.counters.model_dump())
 
 
 def _optimizer_tensors(learner: Learner) -> dict[str, torch.Tensor]:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from pipeline.files import InputError, check, read_text
+from pipeline.files import InputError, SettingsModel, check, read_yaml
 from train.lora import ALL_LINEARS
 from train.losses import LossConfig
 
 
-class TrainConfig(BaseModel):
+class TrainConfig(SettingsModel):
     """Settings of one training run. Defaults follow the published method where its sources agree (README, "GRPO")."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     model: str
     capabilities: tuple[str, ...] = ()  # one adapter each
@@ -60,7 +58,7 @@ class TrainConfig(BaseModel):
     keep_checkpoints: int = Field(2, ge=1)
     eval_every: int = Field(0, ge=0)
     eval_seeds: str = "10000:10032"
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=2**31)
     engine: Literal["auto", "vllm", "local"] = "auto"
     dtype: str = "auto"
     device: str = "auto"
@@ -194,14 +192,7 @@ def load_config(arguments: dict[str, Any], environment: dict[str, str]) -> Train
     """
     values: dict[str, Any] = {}
     if "config" in arguments:
-        path = Path(arguments["config"])
-        try:
-            loaded = yaml.safe_load(read_text(path, "config"))
-        except yaml.YAMLError as error:
-            raise InputError(f"config {path}: not valid YAML ({' '.join(str(error).split())})") from None
-        if not isinstance(loaded, dict):
-            raise InputError(f"config {path}: expected key: value lines, found {type(loaded).__name__}")
-        values.update(loaded)
+        values.update(read_yaml(arguments["config"], "config"))
     values.update({k: v for k, v in arguments.items() if k != "config"})
     if "game" in values:
         if values.get("capabilities"):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from game_registry import GameSpec
+from pipeline.command_line import non_negative_int
 from pipeline.files import InputError, finite, read_json, read_jsonl, run_cli, write_json, write_text
 from pipeline.remote_game import resolve_game
 from pipeline.split import refuse_mined
@@ -58,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--summaries", help="stage-1 summaries with a split: mined seeds are refused")
     parser.add_argument("--allow-mined", action="store_true", help="score on mined seeds all the same")
     parser.add_argument("--bootstrap", type=int, default=BOOTSTRAP, help="bootstrap draws [%(default)s]")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling and of the bootstrap [%(default)s]")
+    parser.add_argument("--seed", type=non_negative_int, default=0, help="of sampling and bootstrap [%(default)s]")
     parser.add_argument("--concurrency", type=int, default=256, help="episodes in flight [%(default)s]")
     parser.add_argument("--max-new-tokens", type=int, help="per turn [the environment's max_gen_tokens]")
     parser.add_argument("--max-seq-length", type=int, default=16384, help="tokens of one episode [%(default)s]")

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from pipeline.files import InputError, atomic_path, parse_json, read_text, sync_folder
+from pipeline.folders import replace_folder
 from train.expert_lora import (
     EXPERT_TARGETS,
     ExpertsLora,
@@ -201,7 +202,7 @@ def write_adapter_folder(
 
 
 def write_peft_folder(target: Path, state: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    """Build the folder under a temporary name, fsync it and rename it into place.
+    """Build the folder under a temporary name, fsync it and rename it into place; a kill leaves the old or the new one.
 
     Raises:
         InputError: it cannot be written.
@@ -211,22 +212,16 @@ def write_peft_folder(target: Path, state: dict[str, torch.Tensor], config: dict
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
         raise InputError(f"{target}: cannot be written ({error.strerror}); choose another folder") from None
-    old: Path | None = None
     try:
         save_tensors(work / "adapter_model.safetensors", state, {"format": "pt"})
         with atomic_path(work / "adapter_config.json") as temporary:
             temporary.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
         work.chmod(0o755)  # a server under another user must be able to read it
         sync_folder(work)
-        if target.exists():  # a folder cannot be renamed over a full one
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-            target.rename(old / "was")
-        work.rename(target)
+        replace_folder(work, target)
         sync_folder(target.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-        if old is not None:
-            shutil.rmtree(old, ignore_errors=True)
 
 
 def _config_dict(model: PeftModel, name: str) -> dict[str, Any]:

@@ -16,31 +16,65 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from game_registry import Failed, GameSpec, Reply, Turn, play
 from pipeline.files import InputError, check, parse_json, read_jsonl, read_text, run_cli, write_json, write_text
 from pipeline.remote_game import resolve_game
+from pipeline.rollout_schema import RewardInfo
 from train.rollout import EnvironmentPool
 
 TOLERANCE = 1e-9
 CUT = "Error: the message was cut at the token limit"  # what the episode loop answers to a cut turn
 
 
+class _Function(BaseModel):
+    name: str
+    arguments: str
+
+
+class _Call(BaseModel):
+    function: _Function
+
+
+class _Message(BaseModel):
+    """What a replay reads of a message; the rest stays as it is."""
+
+    role: str
+    raw_content: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
 class ReplayEntry(BaseModel):
-    """The part of a rollout entry that a replay needs."""
+    """The part of a rollout entry that a replay needs. ``task_id`` is the environment's seed."""
 
     model_config = ConfigDict(extra="ignore")
-    task_id: str
+    task_id: str = Field(pattern=r"^[0-9]{1,18}$")
     sample_idx: int = 0
     game: str | None = None
     outcome: Literal["scored", "error"]
-    reward_info: dict[str, float] | None = None
+    reward_info: RewardInfo | None = None
     finish_reason: str = ""
     hinted: bool = False
     turns: int = 0
     adapter: str | None = None
     messages: list[dict[str, Any]]
+
+    @field_validator("task_id", mode="before")
+    @classmethod
+    def _id_as_text(cls, value: Any) -> Any:
+        return f"{value:d}" if type(value) is int and abs(value) < 10**18 else value
+
+    @field_validator("messages")
+    @classmethod
+    def _readable(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for message in messages:
+            _Message.model_validate(message)
+        return messages
+
+    @property
+    def reward(self) -> float | None:
+        return self.reward_info.reward if self.reward_info is not None else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,18 +106,23 @@ def read_entries(path: Path) -> Iterator[ReplayEntry]:
                 f'rollouts file {path}: expected an object with "simulations"; give a collected file or a dump'
             )
         rows = data["simulations"]
+    number = -1
     for number, row in enumerate(rows):
         if isinstance(row, dict) and set(row) == {"header"}:  # first line of an unfinished collection
             continue
         entry = check(ReplayEntry, row, f"rollouts {path}: entry {number}")
-        if entry.outcome == "scored" and "reward" not in (entry.reward_info or {}):
+        if entry.outcome == "scored" and entry.reward is None:
             raise InputError(f"rollouts {path}: entry {number}: scored, but it has no reward")
         yield entry
+    if number < 0:
+        raise InputError(f"rollouts {path}: no entries; expected a collected file or a dump; collect rollouts first")
 
 
 def recorded_replies(entry: ReplayEntry, n_given: int) -> list[Reply]:
     """What the policy said, turn by turn. ``n_given``: messages that the environment had before the first turn."""
     said = entry.messages[n_given:]
+    if not said:  # the recording ends before the first turn
+        return []
     after = [*said[1:], {}]
     return [_reply(m, str(n.get("content"))) for m, n in zip(said, after, strict=True) if m.get("role") == "assistant"]
 
@@ -102,16 +141,16 @@ def _reply(message: Mapping[str, Any], answer: str) -> Reply:
 
 async def replay_entry(spec: GameSpec, pool: EnvironmentPool, entry: ReplayEntry) -> Replayed:
     """Recompute the reward of one scored entry."""
-    assert entry.reward_info is not None
-    recorded = entry.reward_info["reward"]
+    recorded = entry.reward
+    assert recorded is not None
     said: list[Reply] | None = None
 
     async def agent(turn: Turn) -> Reply:
         nonlocal said
         if said is None:
-            said = recorded_replies(entry, len(turn.messages))
             if turn.messages != entry.messages[: len(turn.messages)]:
                 raise _Differs("the environment opens with other messages than the recorded ones")
+            said = recorded_replies(entry, len(turn.messages))
         if turn.index >= len(said):
             return Reply(finish_reason="context")  # the recorded episode ended here
         return said[turn.index]
