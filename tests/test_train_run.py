@@ -357,7 +357,7 @@ def test_bad_input_is_one_line_and_exit_2(
     ("text", "says"),
     [
         ("grup_size: 8", "unknown key 'grup_size'; did you mean 'group_size'?"),
-        ("- a", "expected key: value lines, found list"),
+        ("- a", "expected keys with values, found list"),
         ("a: [", "not valid YAML"),
         ("save_every: many", "save_every"),
         ("", "is empty"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from game_registry import GameSpec
-from pipeline.files import InputError
+from pipeline.files import InputError, read_json
 from train.engines import EngineOptions, OpenEngine, open_engine
 from train.episode import Episode, EpisodeParams, to_simulation
 from train.progress import EpisodeMeter
@@ -43,7 +43,9 @@ class System:
             for file in files:
                 digest.update(file.read_bytes())
             if (path / "adapter_config.json").is_file():  # scales are there
-                config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
+                config = read_json(path / "adapter_config.json", "adapter config")
+                if not isinstance(config, dict):
+                    raise InputError(f"adapter {path}: adapter_config.json: expected an object; export it again")
                 digest.update(json.dumps([config.get("r"), config.get("lora_alpha")]).encode())
         return digest.hexdigest()[:16]
 

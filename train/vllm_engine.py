@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from game_registry import AgentError
-from pipeline.files import InputError, ServerError
+from pipeline.files import InputError, ServerError, resolved
 from train.engine import Sample, SamplingParams
 from train.vllm_pool import PoolTimes, RefusedRequest, Server, ServerLost, ServerPool, TransientFault
 from train.vllm_protocol import (
@@ -254,7 +254,7 @@ class VllmEngine:
             InputError: no such folder, a name in use, run-time LoRA off, a rank too high, a data-parallel server.
             ServerError: no server took it.
         """
-        path = Path(folder).resolve()
+        path = resolved(folder, "adapter")
         if not (path / "adapter_config.json").is_file():
             raise InputError(f"adapter {folder}: expected a PEFT folder with adapter_config.json")
         if name in self._adapters or name == self.model:
