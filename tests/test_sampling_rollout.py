@@ -427,3 +427,19 @@ def test_another_version_of_an_environment_or_of_an_adapter_is_another_fingerpri
     assert weights_digest([adapter]) != before
     with pytest.raises(InputError, match="not found"):
         weights_digest([tmp_path / "none"])
+
+
+@pytest.mark.parametrize("line", ['{"x": 1}', "3", '{"task_id": "1", "sample_idx": true, "outcome": "scored"}'])
+def test_a_damaged_log_of_the_same_settings_is_refused(tmp_path: Path, line: str) -> None:
+    from train.rollout_log import RolloutLog
+
+    output = tmp_path / "r.json"
+    partial = output.with_name("r.json.partial.jsonl")
+    partial.write_text(json.dumps({"header": {"a": 1}}) + f"\n{line}\n")
+    with pytest.raises(InputError, match="line 2: damaged entry"):
+        RolloutLog(output, {"a": 1})
+    partial.unlink()
+    for simulations in ([json.loads(line)], None):
+        output.write_text(json.dumps({"info": {"settings": {"a": 1}}, "simulations": simulations}))
+        with pytest.raises(InputError, match=r"damaged entry|has no simulations"):
+            RolloutLog(output, {"a": 1})

@@ -19,6 +19,7 @@ from pipeline.files import InputError, JsonlLog, PathLike, parse_json, read_json
 from pipeline.remote_game import SandboxedEnvironment
 
 SCHEMA_VERSION = 1
+OUTCOMES = ("scored", "error")
 Key = tuple[str, bool, int]  # task id, hinted, sample index
 
 
@@ -120,8 +121,11 @@ class RolloutLog:
             return
         info = data.get("info") if isinstance(data, dict) else None
         if isinstance(info, dict) and info.get("settings") == self.settings:
-            for entry in data["simulations"]:
-                self.entries[entry_key(entry)] = entry
+            entries = data.get("simulations")
+            if not isinstance(entries, list):
+                raise InputError(f"{self.output}: has no simulations; move it away or use --no-resume to start anew")
+            for number, entry in enumerate(entries):
+                self._take(entry, f"{self.output} simulations[{number}]")
 
     def _read_partial(self) -> None:
         if not self.partial.is_file() or not self.partial.read_bytes()[:1]:
@@ -137,8 +141,19 @@ class RolloutLog:
                 self.partial.unlink()
                 return
             raise InputError(f"{self.partial}: {_difference(found, self.settings)}; use --no-resume to start anew")
-        for entry in records:
-            self.entries[entry_key(entry)] = entry
+        for number, entry in enumerate(records, 2):
+            self._take(entry, f"{self.partial} line {number}")
+
+    def _take(self, entry: Any, where: str) -> None:
+        """Keep an entry of an earlier start.
+
+        Raises:
+            InputError: it is none that this program wrote.
+        """
+        fine = isinstance(entry, dict) and isinstance(entry.get("task_id"), str) and entry.get("outcome") in OUTCOMES
+        if not fine or type(entry.get("sample_idx")) is not int:
+            raise InputError(f"{where}: damaged entry; move the file away or use --no-resume to start anew")
+        self.entries[entry_key(entry)] = entry
 
     def add(self, entry: dict[str, Any]) -> None:
         """Keep one episode, on disk at once.
