@@ -42,7 +42,8 @@ demo: setup
 
 # Tests that start a real vLLM server skip themselves where vllm is not installed (CPU: .ci/install_vllm_cpu.sh).
 test: setup $(VENV)/.tests_installed .venv-agents/.installed
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not server" tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not server and not slow" tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "slow and not server" tests
 	$(PY) -m pytest -q -m server tests
 
 lint: $(VENV)/.tests_installed

@@ -81,7 +81,7 @@ def test_a_killed_summarizer_leaves_the_old_output_whole(tmp_path: Path, sign: s
     out = tmp_path / "out.json"
     assert run_main(_summarize.main, "--input", tmp_path / "in.json", "--output", out).returncode == 0
     before = out.read_bytes()
-    write_tau2(tmp_path / "in.json", 3000, words=100)
+    write_tau2(tmp_path / "in.json", 15000, words=100)  # seconds of work: the signal comes in the middle
     command = [sys.executable, str(ROOT / "pipeline" / "_summarize.py")]
     command += ["--input", str(tmp_path / "in.json"), "--output", str(out)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
