@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -114,6 +115,24 @@ def vllm_server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield url
     finally:
         stop_group(process)
+
+
+def served_names(url: str) -> set[str]:
+    """Names of the base and of every adapter that a server lists."""
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
+        return {model["id"] for model in json.load(answer)["data"]}
+
+
+@pytest.fixture(autouse=True)
+def shared_server_is_left_as_found(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The server of the session serves many tests: an adapter left on it is the fault of the test that left it."""
+    if "vllm_server" not in request.fixturenames:
+        yield
+        return
+    url = request.getfixturevalue("vllm_server")
+    before = served_names(url)
+    yield
+    assert served_names(url) == before
 
 
 @pytest.fixture

@@ -133,10 +133,15 @@ def test_stale_weights_stop_the_run_with_both_numbers(scripted_server: ScriptedS
     serve(scripted_server, lambda model: logprobs(2, old, ROUNDING))
 
     async def steps(delivery: AdapterDelivery) -> None:
-        await delivery.deliver("lookup", 1, folder(tmp_path, "v1"), canary(new, old))
+        try:
+            await delivery.deliver("lookup", 1, folder(tmp_path, "v1"), canary(new, old))
+        finally:
+            assert list(scripted_server.adapters) == ["lookup@v1"]
+            await delivery.close()
 
     with pytest.raises(DeliveryError, match=r"does not run lookup@v1: .* by 0\.\d{4} and .* by 0\.0\d{3} nats rms"):
         deliver(scripted_server, steps)
+    assert scripted_server.adapters == {}, "the version that failed its check is still served"
 
 
 def test_one_stale_server_among_many_is_named(scripted_server: ScriptedServer, tmp_path: Path) -> None:
@@ -154,6 +159,21 @@ def test_one_stale_server_among_many_is_named(scripted_server: ScriptedServer, t
 
         with pytest.raises(DeliveryError, match=other.url):
             asyncio.run(run())
+
+
+def test_an_adapter_that_one_server_refuses_stays_on_none(scripted_server: ScriptedServer, tmp_path: Path) -> None:
+    with ScriptedServer(lora_enabled=False) as other:
+
+        async def run() -> None:
+            engine = VllmEngine(f"{scripted_server.url},{other.url}", "scripted", [2], times=FAST)
+            try:
+                await engine.load_adapter("a@v1", folder(tmp_path, "v1"))
+            finally:
+                await engine.close()
+
+        with pytest.raises(InputError, match="--enable-lora"):
+            asyncio.run(run())
+        assert scripted_server.calls("/v1/load_lora_adapter") and scripted_server.adapters == {}
 
 
 def test_server_that_dies_during_the_canary_is_left_out(scripted_server: ScriptedServer, tmp_path: Path) -> None:

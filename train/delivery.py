@@ -126,14 +126,14 @@ class AdapterDelivery:
         name = adapter_name(capability, version)
         begin = time.perf_counter()
         await self.engine.load_adapter(name, folder)
+        versions = self._versions.setdefault(capability, [])
+        versions.append(name)  # before the check: ``close`` takes a version that failed it off the servers too
         loaded = time.perf_counter()
         result = None
         if canary is not None and isinstance(self.engine, VllmEngine):
             result = await self._check(self.engine, capability, name, canary)
         report = DeliveryReport(name, time.perf_counter() - begin, loaded - begin, result)
         self.reports.append(report)
-        versions = self._versions.setdefault(capability, [])
-        versions.append(name)
         while len(versions) > self.keep_versions:
             task = asyncio.create_task(self.engine.unload_adapter(versions.pop(0)))
             self._unloading.add(task)

@@ -265,11 +265,16 @@ class VllmEngine:
         try:
             live = self.pool.alive
             await asyncio.gather(*(self._refuse_data_parallel(s) for s in live))
-            results = await asyncio.gather(*(self._load_or_drop(s, name, str(path)) for s in live))
+            loads = (self._load_or_drop(s, name, str(path)) for s in live)
+            results = await asyncio.gather(*loads, return_exceptions=True)  # all end before the first fault is raised
+            for fault in results:
+                if isinstance(fault, BaseException):
+                    raise fault
             if not any(results):
                 raise ServerError(f"adapter {name}: no server is alive to take it; start one and run this again")
         except (InputError, ServerError):
             self._adapters.pop(name, None)
+            await asyncio.gather(*(self._post_unload(s, name) for s in self.pool.alive))  # where it was taken
             raise
 
     async def use_served_adapter(self, name: str) -> None:
