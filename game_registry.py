@@ -28,9 +28,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from tool_calls import RESPOND, Action, ParsedTurn, ToolSchema, parse_turn, read_json_call
+import tool_calls
+from tool_calls import RESPOND, Action, ParsedTurn, ToolSchema, parse_turn
+from tool_calls import Message as Message
 
-Message = dict[str, Any]  # one OpenAI chat message: role, content, tool_calls ...
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 ROOT = Path(__file__).resolve().parent
 
@@ -296,17 +297,6 @@ class GameMix:
         return dealt
 
 
-def apply_extractor(spec: GameSpec, text: str, tools: Sequence[ToolSchema]) -> ParsedTurn:
-    """``spec.extract_action`` when there is one, else ``parse_turn``: the one parser of all stages."""
-    if spec.extract_action is None:
-        return parse_turn(text, tools)
-    raw = spec.extract_action(text)
-    if raw is None:
-        return ParsedTurn(({"name": RESPOND, "arguments": {"message": text.strip()}},), text.strip())
-    action = read_json_call(raw)
-    return ParsedTurn((), "", action) if isinstance(action, str) else ParsedTurn((action,), "")
-
-
 @dataclasses.dataclass(frozen=True)
 class Turn:
     """What an agent is asked: the whole conversation (system first), and what is new since its last answer."""
@@ -428,7 +418,7 @@ async def _play(spec: GameSpec, env: Game, agent: Agent, seed: int, hinted: bool
             break
         result.turns = index + 1
         parsed = _parse_reply(spec, reply, tools)
-        messages.append(_assistant_message(reply, parsed, index))
+        messages.append(tool_calls.assistant_message(reply.text, parsed, index))
         if parsed.error is not None:
             result.invalid_calls += 1
         new = [] if parsed.error is None else [{"role": "user", "content": f"Error: {parsed.error}."}]
@@ -445,7 +435,7 @@ async def _play(spec: GameSpec, env: Game, agent: Agent, seed: int, hinted: bool
             current = _list_of("message", env.get_messages)
             new.extend(dict(m) for m in current[n_seen:] if m.get("role") != "assistant")
             n_seen = len(current)
-        _link_tool_results(messages[-1], new)
+        tool_calls.link_tool_results(messages[-1], new)
         messages.extend(new)
         if _guard(getattr, env, "done"):
             result.finish_reason = "done"
@@ -456,37 +446,11 @@ async def _play(spec: GameSpec, env: Game, agent: Agent, seed: int, hinted: bool
 def _parse_reply(spec: GameSpec, reply: Reply, tools: list[ToolSchema]) -> ParsedTurn:
     if reply.actions is not None:
         return ParsedTurn(reply.actions, reply.text)
-    parsed = apply_extractor(spec, reply.text, tools)
+    parsed = parse_turn(reply.text, tools, spec.extract_action)
     calls = [a for a in parsed.actions if a["name"] != RESPOND]
     if reply.finish_reason == "length" and not calls:
         return ParsedTurn((), reply.text, "the message was cut at the token limit before an action was complete")
     return parsed
-
-
-def _assistant_message(reply: Reply, parsed: ParsedTurn, index: int) -> Message:
-    calls = [
-        {
-            "id": f"call_{index}_{i}",
-            "type": "function",
-            "function": {"name": a["name"], "arguments": json.dumps(a["arguments"], ensure_ascii=False)},
-        }
-        for i, a in enumerate(parsed.actions)
-        if a["name"] != RESPOND
-    ]
-    if not calls:
-        text = reply.text or next((str(a["arguments"].get("message", "")) for a in parsed.actions), "")
-        return {"role": "assistant", "content": text}
-    message: Message = {"role": "assistant", "content": parsed.content, "tool_calls": calls}
-    if reply.text and reply.text != parsed.content:
-        message["raw_content"] = reply.text
-    return message
-
-
-def _link_tool_results(assistant: Message, new: list[Message]) -> None:
-    """Tool results follow their calls in order; give each the id of its call, as OpenAI clients expect."""
-    ids = [c["id"] for c in assistant.get("tool_calls", [])]
-    for message, call_id in zip([m for m in new if m.get("role") == "tool"], ids, strict=False):
-        message["tool_call_id"] = call_id
 
 
 def _score(env: Game) -> tuple[dict[str, Any], Outcome]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 ToolSchema = dict[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
 Action = dict[str, Any]  # {"name": tool, "arguments": {...}}
+Message = dict[str, Any]  # OpenAI chat message
 
 RESPOND = "respond_to_user"  # the action of a turn that is plain text
 
@@ -32,12 +33,21 @@ _XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.
 _THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
 
 
-def parse_turn(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedTurn:
+def parse_turn(
+    text: str, tools: Sequence[ToolSchema] = (), extract: Callable[[str], str | None] | None = None
+) -> ParsedTurn:
     """Read tool calls in the hermes form, the qwen3_xml form, or as one bare JSON object.
 
     Text without a call is ``respond_to_user``. A call that cannot be read gives ``error`` and no action, so that the
     loop can show it to the policy. XML values are strings; ``tools`` tells which of them are JSON of another type.
+    ``extract`` (an environment's own parser: text -> action JSON, or None without a call) replaces all of this.
     """
+    if extract is not None:
+        raw = extract(text)
+        if raw is None:
+            return ParsedTurn(({"name": RESPOND, "arguments": {"message": text.strip()}},), text.strip())
+        action = read_json_call(raw)
+        return ParsedTurn((), "", action) if isinstance(action, str) else ParsedTurn((action,), "")
     visible = _THINK.sub("", text)
     if "<think>" in visible:
         return ParsedTurn((), text, "the reasoning block <think> was not closed, so no action was taken")
@@ -98,3 +108,30 @@ def _read_xml_call(block: str, tools: Sequence[ToolSchema]) -> Action | str:
             except (ValueError, RecursionError):
                 arguments[key] = value
     return {"name": name, "arguments": arguments}
+
+
+def assistant_message(text: str, parsed: ParsedTurn, index: int) -> Message:
+    """The OpenAI chat message of turn ``index``. ``raw_content`` keeps ``text`` where it holds more than its calls."""
+    calls = [
+        {
+            "id": f"call_{index}_{i}",
+            "type": "function",
+            "function": {"name": a["name"], "arguments": json.dumps(a["arguments"], ensure_ascii=False)},
+        }
+        for i, a in enumerate(parsed.actions)
+        if a["name"] != RESPOND
+    ]
+    if not calls:
+        said = text or next((str(a["arguments"].get("message", "")) for a in parsed.actions), "")
+        return {"role": "assistant", "content": said}
+    message: Message = {"role": "assistant", "content": parsed.content, "tool_calls": calls}
+    if text and text != parsed.content:
+        message["raw_content"] = text
+    return message
+
+
+def link_tool_results(assistant: Message, new: Sequence[Message]) -> None:
+    """Tool results follow their calls in order; give each the id of its call, as OpenAI clients expect."""
+    ids = [c["id"] for c in assistant.get("tool_calls", [])]
+    for message, call_id in zip([m for m in new if m.get("role") == "tool"], ids, strict=False):
+        message["tool_call_id"] = call_id
