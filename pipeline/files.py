@@ -239,6 +239,19 @@ def write_text(path: PathLike, text: str) -> None:
         temporary.write_bytes(raw)
 
 
+def write_block(path: PathLike, name: str, block: str) -> None:
+    """Put ``block`` (whole lines) between the marks ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->`` of a document.
+
+    Raises:
+        InputError: the file or a mark is missing.
+    """
+    before, begin, rest = read_text(path, "document").partition(f"<!-- {name}:begin -->\n")
+    _, end, after = rest.partition(f"<!-- {name}:end -->")
+    if not begin or not end:
+        raise InputError(f"{path}: expected the marks {name}:begin and {name}:end, each on a line; put them back")
+    write_text(path, f"{before}{begin}{block.rstrip()}\n{end}{after}")
+
+
 def _surrogate(error: UnicodeEncodeError) -> str:
     near = error.object[max(0, error.start - 30) : error.end]
     return f"the text to write has a lone surrogate, which is not Unicode, at the end of {near!r}; correct the input"

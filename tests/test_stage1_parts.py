@@ -20,7 +20,7 @@ from stage1_helpers import ROOT, run_main
 from pipeline import command_line
 from pipeline.command_line import Parser, ProgressLine, natural_key, positive_int, rational, rational_option
 from pipeline.cross_check import quote_fault, squeeze
-from pipeline.files import InputError
+from pipeline.files import InputError, write_block
 from pipeline.label_output import Labelled, Target, candidates_json, examples, run_json, write_runs
 from pipeline.labels import Evidence
 from pipeline.readers.stream import describe, items, json_lines, members, open_json, single
@@ -302,3 +302,14 @@ def test_a_foreign_report_is_refused(tmp_path: Path, text: str) -> None:
     report_path(tmp_path / "s.json").write_text(text)
     with pytest.raises(InputError, match="move it away"):
         previous_entries(tmp_path / "s.json")
+
+
+def test_a_block_is_replaced_between_its_marks_and_nowhere_else(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- a:begin -->\nold\n<!-- a:end -->\n<!-- b:begin -->\nkept\n<!-- b:end -->\nafter\n")
+    write_block(page, "a", "| new |\n")
+    wanted = "before\n<!-- a:begin -->\n| new |\n<!-- a:end -->\n<!-- b:begin -->\nkept\n<!-- b:end -->\nafter\n"
+    assert page.read_text() == wanted
+    with pytest.raises(InputError, match="c:begin and c:end"):
+        write_block(page, "c", "x")
+    assert page.read_text() == wanted

@@ -1,15 +1,22 @@
-"""Linear merge of adapters, the baseline that routing must beat: W' = W + sum_i w_i s_i B_i A_i, exactly.
+"""Merges of adapters into one, the baselines that routing must beat. From files alone, without the base model.
 
-The sum of low-rank products is one product of stacked factors, ``[w_1 s_1 B_1, ...] @ [A_1; ...]``, of rank sum r_i:
-what peft's ``add_weighted_adapter(combination_type="cat")`` builds, here from files alone. A server's rank limit is
-met by the best approximation of lower rank (truncated SVD).
+    linear        W' = W + sum_i w_i D_i           D_i = s_i B_i A_i; exact: [w_1 s_1 B_1, ...] @ [A_1; ...]
+    ties          trim each D_i to its largest entries, elect a sign per entry, mean of those that agree (Yadav 2023)
+    dare_linear   drop entries of D_i at random, divide the rest by the density, then the sum (Yu 2023)
+    dare_ties     drop at random, then elect signs as above
+
+The last three are peft's functions on whole deltas, which is what ``add_weighted_adapter`` does for
+``combination_type="ties_svd"`` and its like: ranks may differ, and the result is cut to a rank by SVD. (peft's forms
+without ``_svd`` work on A and B apart and need equal ranks.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,35 +26,76 @@ from moe_gate.factors import LoraFactors
 from pipeline.files import InputError
 from train.lora import write_peft_folder
 
+MergeMethod = Literal["linear", "ties", "dare_linear", "dare_ties"]
+METHODS: tuple[MergeMethod, ...] = ("linear", "ties", "dare_linear", "dare_ties")
+DENSITY = 0.2  # of entries kept; the published TIES setting
+_MEANS = ("ties", "dare_ties")  # they divide by the number of agreeing adapters themselves
+
+
+@dataclasses.dataclass(frozen=True)
+class MergePlan:
+    """How adapters are merged.
+
+    Args:
+        weights: w_i; default 1/N each, or 1 where the method takes the mean itself.
+        max_rank: cut above this rank (default: the sum of the ranks).
+        density: share of entries kept by TIES and DARE.
+        seed: of DARE's random choice.
+    """
+
+    method: MergeMethod = "linear"
+    weights: tuple[float, ...] | None = None
+    max_rank: int | None = None
+    density: float = DENSITY
+    seed: int = 0
+
+    def shares(self, count: int) -> list[float]:
+        """One weight per adapter.
+
+        Raises:
+            InputError: a wrong number of weights.
+        """
+        if self.weights is None:
+            return [1.0 if self.method in _MEANS else 1.0 / count] * count
+        if len(self.weights) != count:
+            raise InputError(f"merge: expected {count} weights, found {len(self.weights)}")
+        return list(self.weights)
+
 
 def merge_adapters(
-    folders: Mapping[str, str], target: Path, weights: Sequence[float] | None = None, max_rank: int | None = None
+    folders: Mapping[str, str],
+    target: Path,
+    weights: Sequence[float] | None = None,
+    max_rank: int | None = None,
+    *,
+    method: MergeMethod = "linear",
+    density: float = DENSITY,
+    seed: int = 0,
 ) -> int:
-    """Write the merged adapter as the PEFT folder ``target``.
+    """Write the merged adapter as the PEFT folder ``target``; arguments as in ``MergePlan``.
 
     Args:
         folders: name -> PEFT folder (or one-file form).
-        weights: w_i; default 1/N each.
-        max_rank: truncate above this rank.
 
     Returns:
         The rank of the merged adapter.
 
     Raises:
-        InputError: fewer than two adapters, a wrong number of weights, or fused expert weights.
+        InputError: fewer than two adapters, a wrong number of weights, a density out of range, or fused expert weights.
     """
+    plan = MergePlan(method, tuple(weights) if weights is not None else None, max_rank, density, seed)
     if len(folders) < 2:
         raise InputError(f"merge: expected two adapters or more, found {len(folders)}")
+    if method != "linear" and not 0 < density <= 1:
+        raise InputError(f"merge: expected a density in (0, 1], found {density}")
     adapters = [load_adapter(folder, name) for name, folder in folders.items()]
-    shares = list(weights) if weights is not None else [1.0 / len(adapters)] * len(adapters)
-    if len(shares) != len(adapters):
-        raise InputError(f"merge: expected {len(adapters)} weights, found {len(shares)}")
+    shares = plan.shares(len(adapters))
     modules = sorted({module for adapter in adapters for module in adapter.factors})
     if fused := [m for m in modules if "experts" in m.rsplit(".", 1)[-1] or ".experts.base_layer" in m]:
         raise InputError(
             f"merge: {fused[0]} is a fused expert weight, which cannot be merged as a linear; drop --merge"
         )
-    merged = {m: _merge_module(adapters, shares, m, max_rank) for m in modules}
+    merged = dict(_merged(adapters, shares, modules, plan))
     rank = max(a.shape[0] for a, _ in merged.values())
     state = {}
     for module, (a, b) in merged.items():
@@ -57,18 +105,42 @@ def merge_adapters(
     return rank
 
 
-def _merge_module(
-    adapters: Sequence[LoraAdapter], shares: Sequence[float], module: str, max_rank: int | None
-) -> tuple[Tensor, Tensor]:
-    """A [r, in], B [out, r] of one module; an adapter that leaves it alone adds nothing."""
-    parts: list[tuple[LoraFactors, float]] = [
-        (adapter.factors[module], share)
-        for adapter, share in zip(adapters, shares, strict=True)
-        if module in adapter.factors
-    ]
+def _merged(
+    adapters: Sequence[LoraAdapter], shares: Sequence[float], modules: Sequence[str], plan: MergePlan
+) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    """Module by module A [r, in] and B [out, r]; an adapter that leaves a module alone adds nothing there."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(plan.seed)
+        for module in modules:
+            present = [(a.factors[module], w) for a, w in zip(adapters, shares, strict=True) if module in a.factors]
+            yield module, _concatenated(present, plan) if plan.method == "linear" else _sparse(present, plan)
+
+
+def _concatenated(parts: Sequence[tuple[LoraFactors, float]], plan: MergePlan) -> tuple[Tensor, Tensor]:
     a = torch.cat([f.A.float() for f, _ in parts], dim=0)
     b = torch.cat([f.B.float() * (share * f.scaling) for f, share in parts], dim=1)
-    return (a, b) if max_rank is None or a.shape[0] <= max_rank else truncate(a, b, max_rank)
+    return (a, b) if plan.max_rank is None or a.shape[0] <= plan.max_rank else truncate(a, b, plan.max_rank)
+
+
+def _sparse(parts: Sequence[tuple[LoraFactors, float]], plan: MergePlan) -> tuple[Tensor, Tensor]:
+    from peft.utils.merge_utils import dare_linear, dare_ties, ties
+
+    function = {"ties": ties, "dare_linear": dare_linear, "dare_ties": dare_ties}[plan.method]
+    deltas = [(f.B.float() @ f.A.float()) * f.scaling for f, _ in parts]
+    weights = torch.tensor([share for _, share in parts])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The density .* no pruning")  # density 1 was asked for
+        merged = function(deltas, weights, plan.density)
+    rank = min(sum(f.rank for f, _ in parts), *merged.shape)
+    return split(merged, rank if plan.max_rank is None else min(rank, plan.max_rank))
+
+
+def split(delta: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The best A [rank, in] and B [out, rank] of ``delta [out, in]``; on a GPU where there is one (a full SVD)."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    u, s, vh = torch.linalg.svd(delta.to(device), full_matrices=False)
+    root = s[:rank].sqrt()
+    return (root[:, None] * vh[:rank]).cpu(), (u[:, :rank] * root).cpu()
 
 
 def truncate(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:

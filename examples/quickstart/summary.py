@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pipeline.files import InputError, read_json, read_text, run_cli, write_json, write_text
+from pipeline.files import read_json, run_cli, write_block, write_json
 
 STRUCTURED, PRECISION = "structured_data_reasoning", "tool_calling_precision"
 GIB = 1024**3
@@ -84,16 +84,6 @@ def markdown(results: dict[str, Any], names: list[str], found: list[dict[str, An
     return "\n".join([*lines, "", verdict, footer])
 
 
-def update_readme(path: Path, block: str) -> None:
-    """Put ``block`` between the quickstart marks of ``path``."""
-    text = read_text(path, "README")
-    before, begin, rest = text.partition("<!-- quickstart:begin -->\n")
-    _, end, after = rest.partition("<!-- quickstart:end -->")
-    if not begin or not end:
-        raise InputError(f"{path}: the marks quickstart:begin and quickstart:end are missing")
-    write_text(path, f"{before}{begin}{block}\n{end}{after}")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="run folder")
@@ -126,7 +116,7 @@ def main() -> int:
     }
     write_json(args.run / "quickstart.json", report)
     if args.readme is not None:
-        update_readme(args.readme, markdown(results, args.names, found, footer))
+        write_block(args.readme, "quickstart", markdown(results, args.names, found, footer))
     print(f"\n{args.run}/quickstart.json and {args.run}/evaluation/report.html written")
     return 0 if all(c["holds"] for c in found) else 1
 
