@@ -3,8 +3,8 @@
     python benchmarks/calibrate_shipped.py --output benchmarks/results/calibration_smollm2.json
     python benchmarks/calibrate_shipped.py --num-seeds 24 --num-samples 8 --output runs/bench/calibration.json
 
-Stage files stay under ``--work-dir``, so a run that was stopped goes on. On two CPU cores 100 seeds x 16 rollouts of one
-environment take 3 to 10 minutes. ``--docs`` writes the table between the marks in docs/environments.md.
+Stage files stay under ``--work-dir``, so a run that was stopped goes on. ``--docs`` writes the table between the marks
+in docs/environments.md.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def percent(rate: dict[str, Any]) -> str:
 def table(result: dict[str, Any]) -> str:
     """The rows of docs/environments.md, in Markdown."""
     lines = [
-        "| environment | panel | mean reward | success % (95 %) | all-zero groups % | constant groups % | pass@8 % | bands |",
+        "| environment | panel | mean reward | success % (95 %) | all-zero groups % | constant % | pass@8 % | bands |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in result["environments"].items():
