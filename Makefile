@@ -29,7 +29,7 @@ $(VENV)/.tests_installed: $(VENV)/.installed requirements-test.txt
 # A coding agent of its own for one test; its pins do not fit beside the others.
 .venv-agents/.installed:
 	$(PYTHON) -m venv .venv-agents
-	.venv-agents/bin/python -m pip install -q --disable-pip-version-check 'mini-swe-agent>=2.2'
+	.venv-agents/bin/python -m pip install -q --disable-pip-version-check 'mini-swe-agent>=2.2' 'swebench>=5'
 	@touch $@
 
 $(MODEL)/trace_source.json: $(VENV)/.installed

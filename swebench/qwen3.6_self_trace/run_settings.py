@@ -1,0 +1,145 @@
+"""Settings of a run: one YAML file, checked strictly, read by every phase.
+
+The published configuration is ``configs/swebench_qwen36_vllm.yaml``; ``configs/swebench_miniature.yaml`` runs the same
+phases on eight small local repositories.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from pipeline.files import InputError, SettingsModel, check, read_yaml
+from pipeline.split import parse_shares
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULT_CONFIG = ROOT / "configs" / "swebench_qwen36_vllm.yaml"
+RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # becomes a folder, a container label and a part of served names
+
+Positive = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Backend = Literal["docker", "singularity", "modal", "bubblewrap", "local"]
+Grader = Literal["harness", "modal", "local"]
+
+
+class DatasetSettings(SettingsModel):
+    """Which instances. ``name``: a Hugging Face data set, or a .json/.jsonl file (relative to the project)."""
+
+    name: str = "SWE-bench/SWE-bench_Verified"
+    split: str = "test"
+    expected_instances: Positive | None = 500  # a data set of another size is refused; null = any
+    instances: list[str] | None = None  # only these ids; null = all
+
+
+class ModelSettings(SettingsModel):
+    """The base model and where it is served; ``VLLM_BASE_URL`` and ``VLLM_MODEL`` override this."""
+
+    name: str
+    base_url: str = "http://localhost:8000"
+    api_key_env: str = "VLLM_API_KEY"  # the variable's name; keys are never written to files
+
+
+class ServerSettings(SettingsModel):
+    """How ``launch_phase1.sh`` starts the server. ``args``: flags after --model, as on a command line."""
+
+    command: tuple[str, ...] = ("python", "-m", "vllm.entrypoints.openai.api_server")
+    args: str = ""
+    env: dict[str, str] = Field(default_factory=dict)
+    start_timeout_s: PositiveFloat = 1800.0
+
+
+class SamplingSettings(SettingsModel):
+    """Sent with every request. ``top_k`` null leaves the server's default."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.7
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.95
+    top_k: int | None = 20
+    max_tokens: Positive = 24_576
+
+
+class AgentSettings(SettingsModel):
+    """mini-swe-agent: the package's own templates and runner, with these limits.
+
+    ``base_config`` names one of the package's configurations or a YAML file; ``environment`` is merged into its
+    ``environment`` section (``run_args`` of docker, say).
+    """
+
+    python: str = ".venv-agents/bin/python"
+    backend: Backend = "docker"
+    base_config: str = "swebench.yaml"
+    model_class: str = "litellm"  # litellm_textbased for models without tool calls
+    workers: Positive = 8
+    step_limit: Positive = 150
+    wall_time_limit_s: Annotated[int, Field(ge=0)] = 0  # 0 = none
+    command_timeout_s: Positive = 60
+    request_timeout_s: Positive = 1800
+    request_attempts: Positive = 10  # of one model call, before the instance counts as an infrastructure error
+    max_consecutive_format_errors: Annotated[int, Field(ge=0)] = 3
+    infrastructure_retries: Annotated[int, Field(ge=0)] = 1  # of an instance, within one run of the phase
+    environment: dict[str, Any] = Field(default_factory=dict)
+
+
+class GradingSettings(SettingsModel):
+    """``harness``: swebench.harness.run_evaluation with docker; ``modal``: the same on Modal; ``local``: in a sandbox
+    here, by the harness' own log parser and report code, for small repositories that need no image."""
+
+    backend: Grader = "harness"
+    workers: Positive = 8
+    timeout_s: Positive = 1800
+
+
+class RunSettings(SettingsModel):
+    """The whole file. ``mine_score``: shares of the instances that are mined for capabilities and scored."""
+
+    run_name: Annotated[str, Field(pattern=RUN_NAME)]
+    output_root: str = "runs"
+    mine_score: str = "40:60"
+    dataset: DatasetSettings = DatasetSettings()
+    model: ModelSettings
+    server: ServerSettings = ServerSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    agent: AgentSettings = AgentSettings()
+    grading: GradingSettings = GradingSettings()
+
+    @field_validator("mine_score")
+    @classmethod
+    def _two_shares(cls, value: str) -> str:
+        try:
+            parse_shares(value)
+        except InputError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+
+def load_settings(path: str | Path | None = None, **override: Any) -> RunSettings:
+    """The settings of a YAML file; ``override`` replaces top-level values that are not None.
+
+    Raises:
+        InputError: unreadable, a wrong value, or an unknown key (the nearest known one is named).
+    """
+    file = Path(path) if path is not None else DEFAULT_CONFIG
+    data = read_yaml(file)
+    _refuse_unknown(data, RunSettings, f"configuration {file}")
+    data |= {key: value for key, value in override.items() if value is not None}
+    return check(RunSettings, data, f"configuration {file}")
+
+
+def _refuse_unknown(data: dict[str, Any], model: type[SettingsModel], where: str) -> None:
+    for key, value in data.items():
+        if key not in model.model_fields:
+            near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0)
+            raise InputError(f"{where}: unknown key {key!r}; did you mean {near[0]!r}?")
+        inner = model.model_fields[key].annotation
+        if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, SettingsModel):
+            _refuse_unknown(value, inner, f"{where}: {key}")
+
+
+def digest(data: Any) -> str:
+    """SHA-256 of the canonical JSON (sorted keys, no spaces): equal data, equal digest."""
+    text = json.dumps(data, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
