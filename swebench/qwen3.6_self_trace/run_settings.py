@@ -12,6 +12,14 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from phase_settings import (
+    MiningSettings,
+    PlanSettings,
+    Shape,
+    SynthesisSettings,
+    TrainingSettings,
+    ValidationSettings,
+)
 from pydantic import Field, field_validator
 
 from pipeline.files import InputError, SettingsModel, check, read_yaml
@@ -105,6 +113,12 @@ class RunSettings(SettingsModel):
     sampling: SamplingSettings = SamplingSettings()
     agent: AgentSettings = AgentSettings()
     grading: GradingSettings = GradingSettings()
+    mining: MiningSettings = MiningSettings()
+    synthesis: SynthesisSettings = SynthesisSettings()
+    validation: ValidationSettings = ValidationSettings()
+    training: TrainingSettings = TrainingSettings()
+    shape: Shape | None = None
+    plan: PlanSettings = PlanSettings()
 
     @field_validator("mine_score")
     @classmethod
