@@ -1,7 +1,13 @@
-"""Compare base, adapters, their merge and the routed mixture on held-out seeds of any environments.
+"""Compare base, adapters and every way to compose them on held-out seeds of any environments, in one table.
 
     python -m train.evaluate --model M --envs helpdesk,capability_a --seeds 10000:10128 --trials 3 \\
-        --adapters pipeline/adapters/a,pipeline/adapters/b --merge --gate runs/gate --out-dir runs/eval
+        --adapters pipeline/adapters/a,pipeline/adapters/b --merge linear,ties,dare_ties \\
+        --choose pipeline/selected_capabilities.json --soft-gate runs/gate --gate runs/gate --out-dir runs/eval
+
+Systems: the base, each single adapter, merges, the adapter that the base picks per task from the descriptions
+(``chosen``), the gate as a soft mixture and as top-1 routing, and the union of base and singles as a ceiling. Base,
+adapters, merges and ``chosen`` run on one engine (in this process, or stock vLLM with ``--base-url``); gates run here
+(``--gate``) or on servers of the exported model (``--routed-base-url``).
 
 Every system plays the same seeds, greedy once and at temperature 1 ``--trials`` times. Writes ``evaluation.json``,
 ``report.html`` (self-contained) and the episodes under ``rollouts/``. A killed run goes on with the same command.
@@ -24,15 +30,15 @@ from pipeline.remote_game import resolve_game
 from pipeline.split import refuse_mined
 from train.adapter_folder import as_folders, parse_adapters
 from train.engines import EngineOptions, add_engine_flags, engine_options, open_engine
+from train.evaluation_choice import summarise_picks
 from train.evaluation_report import render_report
 from train.evaluation_stats import BOOTSTRAP, Trial, compare, summarize, union_trials
+from train.evaluation_systems import UNION, add_system_flags, systems_from
 from train.systems import MODES, Plan, ResultStore, System, open_routed, release_memory, sample_missing
 from train.user_llm import UserLLM, add_user_llm_flags, user_llm_from
 
 SCHEMA_VERSION = 1
 OVERALL = "all environments"
-UNION = "union"
-RESERVED = ("base", "merge", "routed", UNION)
 CURVE_KEYS = frozenset({"reward", "success", "entropy", "informative", "eval_reward"})
 ROUTED_TRACES = 48  # episodes of each environment whose routes are traced for the heat map
 
@@ -45,12 +51,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", default="10000:10128", metavar="FIRST:END", help="held-out seeds [%(default)s]")
     parser.add_argument("--trials", type=int, default=3, help="episodes per seed at temperature 1 [%(default)s]")
     parser.add_argument("--modes", default="greedy,sampled", help="comma list of greedy, sampled [%(default)s]")
-    parser.add_argument("--adapters", default="", help="comma list of PATH or NAME=PATH (folder or .safetensors)")
-    parser.add_argument("--merge", action="store_true", help="also the linear merge of the adapters, 1/N each")
-    parser.add_argument("--merge-max-rank", type=int, help="truncate the merge to a rank that the server allows")
-    parser.add_argument("--gate", help="gate run folder: also the routed mixture, in this process")
-    parser.add_argument("--routed-base-url", help="server of the exported routed model, instead of --gate")
-    parser.add_argument("--routed-model", help="its served name [the only one there]")
     parser.add_argument("--routing-stats", help="JSON of routing statistics, when the routed model is on a server")
     parser.add_argument(
         "--out-dir", type=Path, required=True, help="folder for evaluation.json, report.html, rollouts/"
@@ -65,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-seq-length", type=int, default=16384, help="tokens of one episode [%(default)s]")
     parser.add_argument("--deadline-s", type=float, default=600.0, help="seconds of one episode [%(default)s]")
     parser.add_argument("--root", type=Path, help="folder with capability_*_game.py files [the project's]")
+    add_system_flags(parser)
     add_engine_flags(parser)
     add_user_llm_flags(parser)
     return parser
@@ -99,27 +100,6 @@ def plan_from(args: argparse.Namespace) -> Plan:
     )
 
 
-def systems_from(args: argparse.Namespace, folders: Mapping[str, str]) -> list[System]:
-    """Base first, then adapters, merge, routed. The merge is written here.
-
-    Raises:
-        InputError: a reserved name, a merge of fewer than two.
-    """
-    for name in folders:
-        if name in RESERVED or "/" in name:
-            raise InputError(f"adapter name {name!r} is reserved or holds '/'; write NAME=PATH with another name")
-    systems = [System("base", "base"), *(System(name, "adapter", folder) for name, folder in folders.items())]
-    if args.merge:
-        from train.merge import merge_adapters
-
-        target = args.out_dir / "merge"
-        merge_adapters(folders, target, max_rank=args.merge_max_rank)
-        systems.append(System("merge", "merge", str(target)))
-    if args.gate or args.routed_base_url:
-        systems.append(System("routed", "routed", gate=args.gate))
-    return systems
-
-
 def main() -> int:
     args = build_parser().parse_args()
     plan = plan_from(args)
@@ -132,8 +112,9 @@ def main() -> int:
         refuse_mined(tasks, args.summaries, allow=args.allow_mined)
     options = engine_options(args)
     curves = read_curves(args.train_metrics)
-    with as_folders(parse_adapters(args.adapters)) as folders:
-        systems = systems_from(args, folders)
+    singles, beside = parse_adapters(args.adapters), parse_adapters(args.other_adapters)
+    with as_folders(singles) as folders, as_folders(beside) as others:
+        systems = systems_from(args, folders, others)
         store = ResultStore(args.out_dir / "rollouts", plan, options.served_model or options.model)
         try:
             asyncio.run(sample_all(args, options, systems, specs, plan, store))
@@ -148,6 +129,12 @@ def main() -> int:
         result = evaluate_entries(entries, systems, plan, args.bootstrap, args.seed)
         result["info"] = describe_run(args, options, plan)
         result["routing"] = read_routing(args, specs, systems)
+        result["choice"] = {
+            spec.name: summarise_picks(store.picks(system, spec), list(plan.seeds))
+            for system in systems
+            if system.kind == "chosen"
+            for spec in specs
+        }
     write_json(args.out_dir / "evaluation.json", result)
     write_text(args.out_dir / "report.html", render_report(result, curves, entries))
     print_table(result)
@@ -163,10 +150,11 @@ async def sample_all(
     plan: Plan,
     store: ResultStore,
 ) -> None:
-    """Run what is missing: everything on the base's engine first, then the routed mixture on its own."""
+    """Run what is missing: everything on the base's engine first, then each routed mixture on its own."""
     user_llm = user_llm_from(args)
     plain = [s for s in systems if s.kind != "routed"]
-    if any(store.missing(s, spec, mode) for s in plain for spec in specs for mode in plan.modes):
+    unasked = any(set(plan.seeds) - store.picks(s, g).keys() for s in plain if s.kind == "chosen" for g in specs)
+    if unasked or any(store.missing(s, spec, mode) for s in plain for spec in specs for mode in plan.modes):
         opened = await open_engine(options)
         try:
             await sample_missing(opened, plain, specs, plan, store, user_llm)
@@ -189,9 +177,9 @@ async def _sample_routed(
 ) -> None:
     missing = any(store.missing(system, spec, mode) for spec in specs for mode in plan.modes)
     traced = all(routing_file(args.out_dir, spec.name, system).exists() for spec in specs)
-    if not missing and (traced or args.routed_base_url):
+    if not missing and (traced or system.base_url):
         return
-    opened, model = await open_routed(options, args.gate, args.routed_base_url, args.routed_model)
+    opened, model = await open_routed(options, system)
     try:
         if missing:
             await sample_missing(opened, [system], specs, plan, store, user_llm)
@@ -202,6 +190,8 @@ async def _sample_routed(
                 write_json(routing_file(args.out_dir, spec.name, system), statistics)
     finally:
         await opened.engine.close()
+    del opened, model
+    release_memory()
 
 
 def routing_file(out_dir: Path, env: str, system: System) -> Path:
@@ -241,11 +231,13 @@ def trace_routing(model: Any, entries: Sequence[dict[str, Any]]) -> dict[str, An
 def read_routing(args: argparse.Namespace, specs: Sequence[GameSpec], systems: Sequence[System]) -> dict[str, Any]:
     """Routing statistics of each environment that has some."""
     found = {}
-    for system in (s for s in systems if s.kind == "routed"):
+    routed = [s for s in systems if s.kind == "routed"]
+    for system in routed:
         for spec in specs:
             path = routing_file(args.out_dir, spec.name, system)
             if path.exists():
-                found[spec.name] = read_json(path, "routing statistics")
+                name = spec.name if len(routed) == 1 else f"{spec.name}, {system.name}"
+                found[name] = read_json(path, "routing statistics")
     if args.routing_stats:
         data = read_json(args.routing_stats, "routing statistics")
         if not isinstance(data, dict) or "layer_shares" not in data or "share_of_slot" not in data:
@@ -350,9 +342,17 @@ def print_table(result: Mapping[str, Any]) -> None:
     """The comparison as text."""
     for env, modes in result["results"].items():
         for mode, rows in modes.items():
-            sys.stdout.write(f"\n{env}, {mode}\n  {'system':32} {'reward':>8} {'95 % interval':>18} {'vs base':>24}\n")
+            best = next((row["best_single"] for row in rows.values() if row["best_single"]), None)
+            single = f"vs {best}" if best else ""
+            sys.stdout.write(
+                f"\n{env}, {mode}\n  {'system':32} {'reward':>8} {'95 % interval':>18} {'vs base':>24}  {single}\n"
+            )
             for name, row in rows.items():
-                sys.stdout.write(f"  {name:32} {_interval(row['reward'])} {_difference(row['vs_base'])}\n")
+                differences = f"{_difference(row['vs_base']):24}  {_difference(row['vs_best_single'])}".rstrip()
+                sys.stdout.write(f"  {name:32} {_interval(row['reward'])} {differences}\n")
+    for env, choice in result["choice"].items():
+        picks = ", ".join(f"{name} {count}" for name, count in choice["picks"].items())
+        sys.stdout.write(f"\nchosen on {env}: {picks}; invalid replies {100 * choice['invalid_share']:.1f} %\n")
 
 
 def _interval(value: Mapping[str, float] | None) -> str:

@@ -33,6 +33,7 @@ def render_report(
         environments=[_environment(name, modes) for name, modes in result["results"].items()],
         curves=[Markup(c) for c in _curves(curves)],
         maps=[_map(name, data) for name, data in result["routing"].items()],
+        choices=[_choice(name, data) for name, data in result["choice"].items()],
         samples=_samples(result, entries),
     )
 
@@ -109,6 +110,17 @@ def _map(name: str, data: Mapping[str, Any]) -> dict[str, Any]:
         "name": name,
         "chart": Markup(chart),
         "note": f"{data.get('tokens', '?')} tokens; over all layers: {shares}",
+    }
+
+
+def _choice(name: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    picks = ", ".join(f"{option} {count / data['tasks']:.0%}" for option, count in data["picks"].items())
+    return {
+        "name": name,
+        "picks": picks,
+        "invalid": f"{data['invalid_share']:.1%}",
+        "tokens": f"{data['mean_prompt_tokens']:.0f}",
+        "examples": data["invalid_examples"],
     }
 
 

@@ -1,4 +1,5 @@
-"""What an evaluation compares: base, single adapters, their merge, the routed mixture. And how each is sampled."""
+"""What an evaluation compares: base, adapters, merges, prompt-chosen adapters, routed mixtures. And how each is
+sampled."""
 
 from __future__ import annotations
 
@@ -15,27 +16,45 @@ from game_registry import GameSpec
 from pipeline.files import InputError, read_json
 from train.engines import EngineOptions, OpenEngine, open_engine
 from train.episode import Episode, EpisodeParams, to_simulation
+from train.evaluation_choice import Option, Pick, load_picks, pick_adapters, save_picks
 from train.progress import EpisodeMeter
 from train.rollout import Job, collect
 from train.rollout_log import RolloutLog, game_fingerprint
 
-Kind = Literal["base", "adapter", "merge", "routed"]
+Kind = Literal["base", "adapter", "other", "merge", "chosen", "routed"]
+RoutingMode = Literal["top1", "soft"]
 MODES: dict[str, float] = {"greedy": 0.0, "sampled": 1.0}  # mode -> temperature
 
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """One competitor. ``folder``: the PEFT folder of an adapter or merge; ``gate``: the gate run of a routed one."""
+    """One competitor.
+
+    Args:
+        kind: ``adapter`` is part of the composition, ``other`` is an adapter that only stands beside it.
+        folder: the PEFT folder of an adapter or merge.
+        gate: the gate run of a routed one, or ``base_url`` (and ``served_model``) of the server that has it exported.
+        routing_mode: instead of the gate's own.
+        options: what the base chooses from.
+    """
 
     name: str
     kind: Kind
     folder: str | None = None
     gate: str | None = None
+    base_url: str | None = None
+    served_model: str | None = None
+    routing_mode: RoutingMode | None = None
+    options: tuple[Option, ...] = ()
 
     def fingerprint(self) -> str:
         """Hash of the weights beyond the base, so that results of retrained ones are never reused."""
         digest = hashlib.sha256(self.kind.encode())
-        for place in (self.folder, self.gate):
+        if self.routing_mode is not None:
+            digest.update(self.routing_mode.encode())
+        for option in self.options:
+            digest.update(f"{option.name}\0{option.description}\0".encode())
+        for place in (self.folder, self.gate, *(option.folder for option in self.options)):
             if place is None:
                 continue
             path = Path(place)
@@ -118,6 +137,17 @@ class ResultStore:
         log.finish(keys, {"command": "train.evaluate", "system": system.name, "mode": mode})
         return [log.entries[key] for key in keys]
 
+    def picks_file(self, system: System, spec: GameSpec) -> Path:
+        return self.folder / f"{system.name}.{spec.name}.picks.json"
+
+    def pick_settings(self, system: System, spec: GameSpec) -> dict[str, Any]:
+        """Everything that a pick depends on."""
+        return {"weights": system.fingerprint(), "model": self.model, "env_source": game_fingerprint(spec)}
+
+    def picks(self, system: System, spec: GameSpec) -> dict[int, Pick]:
+        """The base's picks for a ``chosen`` system, as far as they are there."""
+        return load_picks(self.picks_file(system, spec), self.pick_settings(system, spec))
+
     def close(self) -> None:
         for log in self._logs.values():
             log.close()
@@ -136,35 +166,73 @@ async def sample_missing(
     All systems of an environment go through one call, so a server is full until the last episode; the modes and trials
     of one seed are neighbours, so the local engine computes their prompt once.
     """
-    names: dict[str, str | None] = {}
-    tag = secrets.token_hex(3)  # other evaluations may use the same server with adapters of the same names
+    loaded = _Loaded(opened)
     try:
         for spec in specs:
             jobs: list[Job] = []
             cells: dict[tuple[str | None, float], tuple[System, str]] = {}
-            for system in systems:
+            for system in (s for s in systems if s.kind != "chosen"):
                 todo = [(s, mode, t) for mode in plan.modes for s, t in store.missing(system, spec, mode)]
                 if not todo:
                     continue
-                if system.name not in names:
-                    names[system.name] = await _load(opened, system, tag)
-                adapter = names[system.name]
+                adapter = await loaded.name_of(system.name, system.folder)
                 cells |= {(adapter, MODES[mode]): (system, mode) for mode in plan.modes}
                 params = {mode: plan.params(mode, opened) for mode in plan.modes}
                 jobs += [Job(s, t, adapter=adapter, params=params[mode]) for s, mode, t in sorted(todo)]
             if jobs:
                 await _collect_cells(opened, spec, jobs, cells, plan, store, user_llm)
+            for system in (s for s in systems if s.kind == "chosen"):
+                await _sample_chosen(opened, loaded, system, spec, plan, store, user_llm)
     finally:
-        for name in filter(None, names.values()):
-            await opened.engine.unload_adapter(name)
+        await loaded.unload()
 
 
-async def _load(opened: OpenEngine, system: System, tag: str) -> str | None:
-    if system.folder is None:
-        return None
-    name = f"{system.name}@eval-{tag}"
-    await opened.engine.load_adapter(name, system.folder)
-    return name
+class _Loaded:
+    """The adapters that this evaluation has put on the engine, by the name of the system."""
+
+    def __init__(self, opened: OpenEngine) -> None:
+        self.engine = opened.engine
+        self.tag = secrets.token_hex(3)  # other evaluations may use the same server with adapters of the same names
+        self.names: dict[str, str | None] = {}
+
+    async def name_of(self, name: str, folder: str | None) -> str | None:
+        if name not in self.names:
+            served = None if folder is None else f"{name}@eval-{self.tag}"
+            if served is not None and folder is not None:
+                await self.engine.load_adapter(served, folder)
+            self.names[name] = served
+        return self.names[name]
+
+    async def unload(self) -> None:
+        for name in filter(None, self.names.values()):
+            await self.engine.unload_adapter(name)
+
+
+async def _sample_chosen(
+    opened: OpenEngine,
+    loaded: _Loaded,
+    system: System,
+    spec: GameSpec,
+    plan: Plan,
+    store: ResultStore,
+    user_llm: Callable[..., str] | None,
+) -> None:
+    """The base picks an adapter for every seed, then each episode runs on what was picked."""
+    todo = [(s, mode, t) for mode in plan.modes for s, t in store.missing(system, spec, mode)]
+    picks = store.picks(system, spec)
+    if unasked := sorted(set(plan.seeds) - picks.keys()):
+        picks |= await pick_adapters(opened, spec, unasked, system.options, plan.max_seq_length, user_llm)
+        save_picks(store.picks_file(system, spec), store.pick_settings(system, spec), picks)
+    folder_of = {option.name: option.folder for option in system.options}
+    jobs: list[Job] = []
+    cells: dict[tuple[str | None, float], tuple[System, str]] = {}
+    for seed, mode, trial in sorted(todo):
+        picked = picks[seed].option
+        adapter = await loaded.name_of(picked or "base", folder_of[picked] if picked else None)
+        cells[adapter, MODES[mode]] = (system, mode)
+        jobs.append(Job(seed, trial, adapter=adapter, params=plan.params(mode, opened)))
+    if jobs:
+        await _collect_cells(opened, spec, jobs, cells, plan, store, user_llm)
 
 
 async def _collect_cells(
@@ -184,6 +252,8 @@ async def _collect_cells(
         system, mode = cells[job.adapter, job.params.temperature]
         entry = to_simulation(episode, opened.model, tokens=system.kind == "routed")
         entry["adapter"] = None if system.kind == "base" else system.name
+        if system.kind == "chosen":
+            entry["picked"] = job.adapter.partition("@eval-")[0] if job.adapter else None
         store.log(system, spec, mode).add(entry)
         meter.add(episode)
 
@@ -205,10 +275,8 @@ async def _collect_cells(
         meter.write(last=True)
 
 
-async def open_routed(
-    options: EngineOptions, gate: str | None, base_url: str | None, model: str | None
-) -> tuple[OpenEngine, Any]:
-    """The engine of the routed mixture: a server that has the exported model, or the gate on the base in this process.
+async def open_routed(options: EngineOptions, system: System) -> tuple[OpenEngine, Any]:
+    """The engine of a routed mixture: a server that has the exported model, or the gate on the base in this process.
 
     Returns:
         The engine, and the routed model when it is here (None on a server).
@@ -216,19 +284,22 @@ async def open_routed(
     Raises:
         InputError: the gate cannot be loaded.
     """
-    if base_url is not None:
+    if system.base_url is not None:
+        tokenizer = options.tokenizer or options.model
         served = dataclasses.replace(
-            options, kind="vllm", base_urls=base_url, served_model=model, tokenizer=options.tokenizer or options.model
+            options, kind="vllm", base_urls=system.base_url, served_model=system.served_model, tokenizer=tokenizer
         )
         return await open_engine(served), None
-    if gate is None:
+    if system.gate is None:
         raise InputError("a routed system needs --gate FOLDER, or --routed-base-url of a server that has it")
-    from moe_gate import load_routed
+    from moe_gate import load_routed, routing_state
     from train.chat import ChatCodec
     from train.local_engine import LocalEngine, load_model
 
     codec = ChatCodec.from_model(options.tokenizer or options.model, dict(options.template_kwargs))
-    routed = load_routed(gate, base=load_model(options.model, options.dtype))
+    routed = load_routed(system.gate, base=load_model(options.model, options.dtype))
+    if system.routing_mode is not None:
+        routing_state(routed).mode = system.routing_mode
     length = getattr(routed.config.get_text_config(), "max_position_embeddings", None)
     engine = LocalEngine(routed, codec, max_rows=options.max_rows)
     return OpenEngine(engine, codec, "local", options.model, length), routed
