@@ -408,7 +408,8 @@ def test_unknown_environment_and_absent_server_exit_2(smollm2: Path, tmp_path: P
 
 def test_another_version_of_an_environment_or_of_an_adapter_is_another_fingerprint(tmp_path: Path) -> None:
     from pipeline.remote_game import resolve_game
-    from train.rollout_log import game_fingerprint, weights_digest
+    from train.identity import weights_digest
+    from train.rollout_log import game_fingerprint
 
     source = (Path(__file__).parent / "tiny_game.py").read_text().replace("capability_tiny", "capability_print_test")
     file = tmp_path / "capability_print_test_game.py"

@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from game_registry import GameSpec
+from pipeline.command_line import non_negative_int
 from pipeline.files import InputError, run_cli
 from pipeline.remote_game import resolve_game
 from train.adapter_folder import as_folders, parse_adapters
 from train.engines import EngineOptions, OpenEngine, add_engine_flags, attach_adapter, engine_options, open_engine
 from train.episode import Episode, EpisodeParams, to_simulation
+from train.identity import base_identity, weights_digest
 from train.progress import EpisodeMeter
 from train.rollout import Job, collect, jobs_of_group
-from train.rollout_log import Key, RolloutLog, game_fingerprint, weights_digest
+from train.rollout_log import Key, RolloutLog, game_fingerprint
 from train.user_llm import add_user_llm_flags, user_llm_from
 from train.vllm_engine import VllmEngine
 
@@ -47,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-new-tokens", type=int, help="per turn [the environment's max_gen_tokens]")
     parser.add_argument("--max-seq-length", type=int, default=16384, help="tokens of one episode [%(default)s]")
     parser.add_argument("--deadline-s", type=float, default=600.0, help="seconds of one episode [%(default)s]")
-    parser.add_argument("--seed", type=int, help="sampling seed, for repeatable runs on one engine [none]")
+    parser.add_argument("--seed", type=non_negative_int, help="sampling seed, for repeatable runs on one engine [none]")
     parser.add_argument("--tokens", action="store_true", help="also write token ids, action mask and log-probs")
     parser.add_argument(
         "--resume", action=argparse.BooleanOptionalAction, default=True, help="go on from what is there"
@@ -81,6 +83,7 @@ def settings_of(args: argparse.Namespace, options: EngineOptions, spec: GameSpec
         "env": spec.name,
         "env_source": game_fingerprint(spec),
         "model": options.served_model or options.model,
+        "base": base_identity(options.model),
         "adapter": args.adapter,
         "adapter_weights": weights_digest(_given_folder(args.adapter).values()),
         "temperature": args.temperature,

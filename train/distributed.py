@@ -10,8 +10,8 @@ import contextlib
 import dataclasses
 import datetime
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from pipeline.files import InputError, ServerError
 
 # Ranks wait while rank 0 samples; a dead rank 0 is noticed by torchrun, not by this limit.
 WAIT = datetime.timedelta(hours=12)
+
+T = TypeVar("T")
 
 
 class PeerLost(ServerError):
@@ -74,6 +76,10 @@ class Ranks:
             with _with_peers():
                 dist.all_reduce(tensor)
         return tensor
+
+    def mine(self, items: Sequence[T]) -> list[T]:
+        """This rank's share: every ``world``-th, from its own number on."""
+        return list(items[self.rank :: self.world])
 
     def agree(self, value: float, what: str) -> None:
         """All ranks hold the same ``value``.

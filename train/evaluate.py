@@ -34,6 +34,7 @@ from train.evaluation_choice import summarise_picks
 from train.evaluation_report import render_report
 from train.evaluation_stats import BOOTSTRAP, Trial, compare, summarize, union_trials
 from train.evaluation_systems import UNION, add_system_flags, systems_from
+from train.identity import base_identity
 from train.systems import MODES, Plan, ResultStore, System, open_routed, release_memory, sample_missing
 from train.user_llm import UserLLM, add_user_llm_flags, user_llm_from
 
@@ -115,7 +116,8 @@ def main() -> int:
     singles, beside = parse_adapters(args.adapters), parse_adapters(args.other_adapters)
     with as_folders(singles) as folders, as_folders(beside) as others:
         systems = systems_from(args, folders, others)
-        store = ResultStore(args.out_dir / "rollouts", plan, options.served_model or options.model)
+        base = base_identity(options.model)
+        store = ResultStore(args.out_dir / "rollouts", plan, options.served_model or options.model, base)
         try:
             asyncio.run(sample_all(args, options, systems, specs, plan, store))
             entries = {

@@ -67,22 +67,6 @@ def _source_files(spec: GameSpec) -> list[Path]:
     return list(found.values())
 
 
-def weights_digest(places: Iterable[PathLike]) -> str:
-    """Hash of adapter files, so that rollouts of weights that were trained again are never taken for these.
-
-    Raises:
-        InputError: a place is neither a PEFT folder nor a file.
-    """
-    digest = hashlib.sha256()
-    for place in map(Path, places):
-        files = sorted(place.glob("adapter*")) if place.is_dir() else [place]
-        if not files or not all(file.is_file() for file in files):
-            raise InputError(f"adapter {place}: not found; expected a PEFT folder or a .safetensors file")
-        for file in files:
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 class RolloutLog:
     """Entries of one output file.
 

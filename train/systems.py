@@ -6,17 +6,17 @@ from __future__ import annotations
 import dataclasses
 import gc
 import hashlib
-import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from game_registry import GameSpec
-from pipeline.files import InputError, read_json
+from pipeline.files import InputError
 from train.engines import EngineOptions, OpenEngine, open_engine
 from train.episode import Episode, EpisodeParams, to_simulation
 from train.evaluation_choice import Option, Pick, load_picks, pick_adapters, save_picks
+from train.identity import weights_digest
 from train.progress import EpisodeMeter
 from train.rollout import Job, collect
 from train.rollout_log import RolloutLog, game_fingerprint
@@ -54,18 +54,8 @@ class System:
             digest.update(self.routing_mode.encode())
         for option in self.options:
             digest.update(f"{option.name}\0{option.description}\0".encode())
-        for place in (self.folder, self.gate, *(option.folder for option in self.options)):
-            if place is None:
-                continue
-            path = Path(place)
-            files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-            for file in files:
-                digest.update(file.read_bytes())
-            if (path / "adapter_config.json").is_file():  # scales are there
-                config = read_json(path / "adapter_config.json", "adapter config")
-                if not isinstance(config, dict):
-                    raise InputError(f"adapter {path}: adapter_config.json: expected an object; export it again")
-                digest.update(json.dumps([config.get("r"), config.get("lora_alpha")]).encode())
+        places = (self.folder, self.gate, *(option.folder for option in self.options))
+        digest.update(weights_digest(place for place in places if place is not None).encode())
         return digest.hexdigest()[:16]
 
 
@@ -100,10 +90,14 @@ Cell = tuple[str, str, str]  # system, environment, mode
 
 
 class ResultStore:
-    """The episodes of every (system, environment, mode), one resumable rollouts file each under ``folder``."""
+    """The episodes of every (system, environment, mode), one resumable rollouts file each under ``folder``.
 
-    def __init__(self, folder: Path, plan: Plan, model: str) -> None:
-        self.folder, self.plan, self.model = folder, plan, model
+    Args:
+        model: name of the base model, and ``base`` its ``train.identity.base_identity``.
+    """
+
+    def __init__(self, folder: Path, plan: Plan, model: str, base: str) -> None:
+        self.folder, self.plan, self.model, self.base = folder, plan, model, base
         self._logs: dict[Cell, RolloutLog] = {}
 
     def log(self, system: System, spec: GameSpec, mode: str) -> RolloutLog:
@@ -114,6 +108,7 @@ class ResultStore:
                 "system": system.name,
                 "weights": system.fingerprint(),
                 "model": self.model,
+                "base": self.base,
                 "env": spec.name,
                 "env_source": game_fingerprint(spec),
                 "temperature": MODES[mode],
@@ -142,7 +137,8 @@ class ResultStore:
 
     def pick_settings(self, system: System, spec: GameSpec) -> dict[str, Any]:
         """Everything that a pick depends on."""
-        return {"weights": system.fingerprint(), "model": self.model, "env_source": game_fingerprint(spec)}
+        settings = {"weights": system.fingerprint(), "model": self.model, "base": self.base}
+        return settings | {"env_source": game_fingerprint(spec)}
 
     def picks(self, system: System, spec: GameSpec) -> dict[int, Pick]:
         """The base's picks for a ``chosen`` system, as far as they are there."""

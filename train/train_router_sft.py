@@ -14,7 +14,6 @@ Writes ``<output_dir>/gate.safetensors`` (``moe_gate.load_routed`` reads it), ``
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import hashlib
 import json
 import math
@@ -26,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_gate import build_capability_model, find_adapter, named_gater_parameters, routing_state, save_gate
 from moe_gate.config import GateConfig, load_gate_config
 from pipeline.files import InputError, JsonlLog, run_cli, write_json
 from train.chat import ChatCodec
+from train.distributed import Ranks, join_ranks
 from train.gate_data import GateData, LabelledEpisode, load_gate_data
 from train.gate_features import FeatureSet, collect_features
 from train.gate_fit import (
@@ -48,25 +47,6 @@ from train.gate_fit import (
 from train.gate_state import load_state, save_state
 
 PASSES = 3  # over the data, when total_steps is 0 (published: 3 epochs)
-
-
-@dataclasses.dataclass(frozen=True)
-class Ranks:
-    """This process among those that torchrun started."""
-
-    rank: int
-    world: int
-
-    @classmethod
-    def join(cls) -> Ranks:
-        """Join the group of torchrun (gloo: the features are on the CPU), or be alone."""
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        if world > 1 and not dist.is_initialized():
-            dist.init_process_group("gloo")
-        return cls(int(os.environ.get("RANK", "0")), world)
-
-    def mine(self, episodes: Sequence[LabelledEpisode]) -> list[LabelledEpisode]:
-        return list(episodes[self.rank :: self.world])
 
 
 class RouterTrainer:
@@ -263,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = load_gate_config(args.config, {"output_dir": args.output_dir} if args.output_dir else None)
     begin = time.monotonic()
     torch.manual_seed(config.seed)
-    ranks = Ranks.join()
+    ranks, _ = join_ranks("cpu")  # the features that are summed over ranks lie there
     data = load_gate_data(config, ChatCodec.from_model(config.base_model))
     if ranks.world > min(len(data.train), len(data.validation)):
         raise InputError(f"{ranks.world} processes for {len(data.validation)} validation episodes; start fewer")

@@ -109,7 +109,7 @@ class VllmEngine:
             served = [a for a in answers if a is not None]
             if not served:
                 reasons = "; ".join(f"{s.url}: {s.why_dead}" for s in self.pool.servers)
-                raise ServerError(f"no vLLM server answers ({reasons}); start it, or check --base-url / VLLM_BASE_URLS")
+                raise ServerError(f"no vLLM server answers ({reasons}); start it, or correct its URL")
             names = {self._base_name(models) for models in served}
             if len(names) > 1:
                 raise InputError(f"the servers serve different models ({', '.join(sorted(names))}); use one base model")

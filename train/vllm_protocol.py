@@ -44,10 +44,10 @@ def parse_base_urls(text: str) -> tuple[str, ...]:
     for part in filter(None, (p.strip() for p in text.split(","))):
         url = re.sub(r"/v1/?$", "", part).rstrip("/")
         if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
-            raise InputError(f"server URL {part!r}: expected http://HOST:PORT; check --base-url or VLLM_BASE_URLS")
+            raise InputError(f"server URL {part!r}: expected http://HOST:PORT; correct it")
         urls.append(url)
     if not urls:
-        raise InputError("no server URL given; expected http://HOST:PORT[,...] in --base-url or VLLM_BASE_URLS")
+        raise InputError("no server URL given; expected http://HOST:PORT[,http://HOST:PORT]")
     return tuple(dict.fromkeys(urls))
 
 

@@ -31,8 +31,9 @@ from moe_gate import save_gate
 from moe_gate.config import GateConfig, load_gate_config
 from pipeline.files import InputError, check, read_json, run_cli, write_json
 from train.chat import ChatCodec
+from train.distributed import join_ranks
 from train.gate_data import GateData, LabelledEpisode, RolloutRecord, adapter_name, mark_undecided, tokens_of
-from train.train_router_sft import Ranks, RouterTrainer, build_model, print_report, report_of
+from train.train_router_sft import RouterTrainer, build_model, print_report, report_of
 
 Task = tuple[str, str]  # environment, seed
 
@@ -165,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise InputError(f"rollouts {pattern}: no file; collect rollouts of base and adapters on the same seeds first")
     begin = time.monotonic()
     torch.manual_seed(config.seed)
-    ranks = Ranks.join()
+    ranks, _ = join_ranks("cpu")
     num_slots = len(config.adapter_names) + int(config.include_base_slot)
     attempts = read_attempts(paths, config, ChatCodec.from_model(config.base_model))
     chosen, left_out = warm_episodes(attempts, num_slots, args.tau)
