@@ -15,9 +15,10 @@ from sharding_case import CASES, run_case
 from tiny_models import tiny_model
 
 from train.distributed import Ranks
+from train.learner import idle_passes
 from train.lora import attach_adapter, lora_config
 from train.packing import Pack, TokenSequence, build_pack
-from train.sharding import idle_passes, is_sharded
+from train.sharding import is_sharded
 
 HERE = Path(__file__).resolve().parent
 

@@ -18,7 +18,7 @@ FLAGS = (
     "--group-size 4 --groups-per-batch 3 --lora-rank 4 --lora-alpha 8 --lr 1e-2 --dtype float32 --device cpu "
     "--max-seq-length 128 --target-modules q_proj,v_proj,down_proj"
 )
-TIMES = ("elapsed_s", "sample_s", "update_s", "deliver_s")
+TIMES = ("elapsed_s", "sample_s", "update_s", "deliver_s", "idle_share", "trainer_idle_share")
 
 
 class Runs:

@@ -112,19 +112,25 @@ def _build_worker(
 ) -> tuple[Worker, Any]:
     if device == "cpu" and ranks.world == 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
-    model: Any = load_model(config.model, config.dtype, device)
+    _check_sharding(config, ranks)
+    # the whole base need never fit into one GPU: layers move there when they are sharded
+    model: Any = load_model(config.model, config.dtype, "cpu" if config.shard_base else device)
     lora = lora_config(config.lora_rank, config.lora_alpha, config.target_modules)
     for index, name in enumerate(mixes):
         model = attach_adapter(model, name, lora, seed=config.seed * 1000 + index)
+    if config.shard_base:
+        _shard(model, device, ranks)
     learners = {
         name: Learner(
             model, name, mix, lr=config.lr, weight_decay=config.weight_decay, seed=config.seed,
-            reduce=ranks.sum, rank=ranks.rank, world=ranks.world,
+            reduce=ranks.sum, rank=ranks.rank, world=ranks.world, sharded=config.shard_base,
         )
         for name, mix in mixes.items()
     }  # fmt: skip
     for name, path in resume.items():
-        load_checkpoint(path, learners[name], checkpoint_settings(config))
+        lacking = load_checkpoint(path, learners[name], checkpoint_settings(config))
+        if lacking and ranks.driver:
+            sys.stderr.write(f"notice: {path}: of an earlier version, without {', '.join(lacking)}: they start anew\n")
     for name, learner in learners.items():
         ranks.agree(
             float(sum(p.detach().double().sum() for p in learner.parameters.values())), f"the weights of {name}"
@@ -144,6 +150,25 @@ def _build_worker(
         logit_chunk=config.logit_chunk,
     )
     return Worker(learners, update, ranks), model
+
+
+def _check_sharding(config: TrainConfig, ranks: Ranks) -> None:
+    if not config.shard_base:
+        return
+    if ranks.world == 1:
+        raise InputError("--shard-base on one process: there is nobody to share with; start it with torchrun")
+    if _engine_kind(config) == "local":
+        raise InputError("--shard-base: sampling in this process needs the whole base; set VLLM_BASE_URLS")
+
+
+def _shard(model: Any, device: str, ranks: Ranks) -> None:
+    from train.sharding import shard_base
+
+    whole = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if "lora_" not in n)
+    held = shard_base(model, device.partition(":")[0])
+    if ranks.driver:
+        sizes = f"{held / 2**20:.3f} of {whole / 2**20:.3f} MiB"
+        sys.stderr.write(f"sharded base: {sizes} on each of {ranks.world} ranks\n")
 
 
 async def _drive(config: TrainConfig, worker: Worker, model: Any, specs: dict[str, GameSpec]) -> None:
@@ -168,11 +193,18 @@ async def _drive(config: TrainConfig, worker: Worker, model: Any, specs: dict[st
         await engine.close()
 
 
+def _server_urls() -> str:
+    return os.environ.get("VLLM_BASE_URLS") or os.environ.get("VLLM_BASE_URL") or ""
+
+
+def _engine_kind(config: TrainConfig) -> str:
+    return config.engine if config.engine != "auto" else ("vllm" if _server_urls() else "local")
+
+
 async def _engine(config: TrainConfig, model: Any) -> tuple[Engine, ChatCodec, str, int]:
     """Engine, codec, the model's name there, and the most tokens that one episode may have."""
-    urls = os.environ.get("VLLM_BASE_URLS") or os.environ.get("VLLM_BASE_URL") or ""
-    kind = config.engine if config.engine != "auto" else ("vllm" if urls else "local")
-    if kind == "local":
+    urls = _server_urls()
+    if _engine_kind(config) == "local":
         codec = ChatCodec.from_model(config.model)
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or config.max_seq_length
         return LocalEngine(model, codec), codec, config.model, context

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, StrictInt
+from pydantic import BaseModel, Field, StrictBool, StrictInt
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -22,6 +22,7 @@ from train.learner import Learner
 from train.lora import save_tensors
 
 SCHEMA_VERSION = 1
+_LATER_COUNTERS = ("solved", "empty_iterations", "nonfinite_iterations")  # checkpoints of version 0.1.0 lack them
 
 
 class _Counters(BaseModel):
@@ -32,6 +33,9 @@ class _Counters(BaseModel):
     next_seed: dict[str, StrictInt]
     mix: dict[str, float]
     best_reward: float | None = None
+    solved: StrictBool = False
+    empty_iterations: StrictInt = Field(0, ge=0)
+    nonfinite_iterations: StrictInt = Field(0, ge=0)
 
 
 class _State(BaseModel):
@@ -91,8 +95,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if re.fullmatch(r"iter_\d{6}", p.name) and (p / "state.json").is_file())
 
 
-def load_checkpoint(path: Path, learner: Learner, settings: dict[str, Any]) -> None:
+def load_checkpoint(path: Path, learner: Learner, settings: dict[str, Any]) -> list[str]:
     """Restore ``learner`` from a checkpoint folder.
+
+    Returns:
+        The counters that it does not have, being of an earlier version of this program; they start anew.
 
     Raises:
         InputError: damaged, of another adapter, or made with other settings.
@@ -114,6 +121,7 @@ def load_checkpoint(path: Path, learner: Learner, settings: dict[str, Any]) -> N
     learner.restore_weights(_load_tensors(path / "adapter.safetensors"))
     _restore_optimizer(learner, _load_tensors(path / "optimizer.safetensors"))
     learner.restore_counters(state.counters.model_dump())
+    return [name for name in _LATER_COUNTERS if name not in state.counters.model_fields_set]
 
 
 def _optimizer_tensors(learner: Learner) -> dict[str, torch.Tensor]:

@@ -60,6 +60,7 @@ class TrainConfig(SettingsModel):
     eval_seeds: str = "10000:10032"
     seed: int = Field(0, ge=0, le=2**31)
     engine: Literal["auto", "vllm", "local"] = "auto"
+    shard_base: bool = False
     dtype: str = "auto"
     device: str = "auto"
     root: str = ""
@@ -144,13 +145,14 @@ _HELP = {
     "min_group_share": "a group closes with this share of scored rollouts",
     "max_new_tokens": "per turn; 0 = the environment's max_gen_tokens",
     "max_seq_length": "tokens per episode",
-    "concurrency": "episodes in flight",
+    "concurrency": "episodes in flight per adapter",
     "hint_ratio": "share of a group that sees the environment's hint",
     "pack_tokens": "tokens per training pass; 0 = chosen for the device",
     "logit_chunk": "rows of logits held at a time",
     "eval_every": "held-out greedy evaluation every n iterations, best adapter kept; 0 = never",
     "eval_seeds": "FIRST:END",
     "engine": "auto = vllm when VLLM_BASE_URLS is set, else local",
+    "shard_base": "the frozen base sharded over all ranks of torchrun (FSDP2), when it does not fit into one GPU",
     "root": "folder of capability_*_game.py files",
     "output_dir": "run folder: config, metrics, checkpoints, rollouts",
     "adapter_dir": "where finished adapters go",

@@ -20,17 +20,16 @@ import torch
 
 from game_registry import GameError
 from pipeline.files import InputError, JsonlLog, ServerError
+from train.busy import BusyClock, IdleMeter
 from train.checkpoint import save_checkpoint
 from train.config import TrainConfig, seed_range
 from train.delivery import AdapterDelivery, Canary
 from train.distributed import PeerLost, Ranks
 from train.episode import EpisodeParams, to_simulation
-from train.forward import action_logprobs
 from train.groups import Collected, Group, Sampler, collect_informative
 from train.learner import Learner, UpdateConfig, items_of_groups
 from train.local_engine import LocalEngine
-from train.lora import activate, copy_adapter, save_adapter, write_adapter_folder
-from train.packing import TokenSequence, build_pack
+from train.lora import copy_adapter, save_adapter, write_adapter_folder
 from train.run_log import RunLog
 
 CANARY_TOKENS = 512  # of one real rollout; enough to tell two adapters apart, cheap to score
@@ -58,8 +57,11 @@ class Worker:
             command, payload = self.ranks.broadcast()
             if command == "stop":
                 return bool(payload)
-            name, items = payload
-            self.learners[name].update(items, self.update_config)
+            name, given = payload
+            if command == "score":
+                self.learners[name].logprobs_of(given)
+            else:
+                self.learners[name].update(given, self.update_config)
 
     def stop(self, done: bool) -> None:
         """Rank 0: end ``serve`` on all other ranks."""
@@ -70,6 +72,12 @@ class Worker:
         """Rank 0: update ``learner`` on all ranks."""
         self.ranks.broadcast(("update", (learner.name, items)))
         return learner.update(items, self.update_config)
+
+    def logprobs_of(self, learner: Learner, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        """Rank 0: ``Learner.logprobs_of``; all ranks take part when the base is sharded over them."""
+        if learner.sharded:
+            self.ranks.broadcast(("score", (learner.name, token_ids)))
+        return learner.logprobs_of(token_ids)
 
 
 class Trainer:
@@ -94,10 +102,12 @@ class Trainer:
         self._names: dict[str, str | None] = {}
         self._resume_points: dict[str, dict[str, Any]] = {}
         self._canaries: dict[str, tuple[tuple[int, ...], tuple[float, ...]]] = {}
-        self._empty: dict[str, int] = {}
-        self._solved: set[str] = set()
-        self._nonfinite: dict[str, int] = {}
         self._torn: set[str] = set()  # learners in the middle of an update: nothing to save
+        self._sampling, self._training = BusyClock(), BusyClock()
+        # episodes of one capability never wait for a slot that another one holds
+        self._samplers = {
+            name: dataclasses.replace(sampler, slots=asyncio.Semaphore(config.concurrency)) for name in worker.learners
+        }
 
     async def run(self) -> None:
         """Train every learner to ``max_iters``.
@@ -117,42 +127,49 @@ class Trainer:
 
     async def _train(self, learner: Learner) -> None:
         self._checkpoint_point(learner)
+        idle = IdleMeter(self._sampling, self._training)
         try:
-            if learner.version > 0 and learner.iteration < self.config.max_iters:
+            if learner.version > 0 and learner.iteration < self.config.max_iters and not learner.solved:
                 await self._deliver(learner)
-            while learner.iteration < self.config.max_iters and learner.name not in self._solved:
-                await self._iteration(learner)
+            while learner.iteration < self.config.max_iters and not learner.solved:
+                await self._iteration(learner, idle)
         except (InputError, ServerError, GameError, BaseExceptionGroup, asyncio.CancelledError):
             try:  # also when cancelled: another learner failed or the user stopped the run
                 self._save(learner)
             except InputError as error:  # the fault that ended the run is the one to raise
                 self.log.say(f"[{learner.name}] warning: {error}")
             raise
-        self._save(learner)
-        self._export(learner)
+        await self._aside(lambda: self._save(learner))
+        await self._aside(lambda: self._export(learner))
 
-    async def _iteration(self, learner: Learner) -> None:
+    async def _iteration(self, learner: Learner, idle: IdleMeter) -> None:
         begin = time.perf_counter()
         collected = await self._collect(learner)
         metrics = collected.metrics() | {"update_s": 0.0, "deliver_s": 0.0}
         metrics["sample_s"] = time.perf_counter() - begin
         self._check_alive(learner, collected)
-        items = items_of_groups(collected.informative, self.config.normalize_advantages)
+        items = await self._aside(lambda: items_of_groups(collected.informative, self.config.normalize_advantages))
         if items:
             metrics |= await self._update(learner, collected, items)
         else:
-            self._finish(learner)
+            self._finish(learner, metrics)
         try:
             if items:
                 metrics["deliver_s"] = await self._deliver(learner)
         finally:  # an update that is done is on record, even when its delivery fails
+            metrics |= idle.shares()
             self.log.iteration(learner.name, learner.iteration, self.config.max_iters, metrics, collected.error_kinds())
-        self._check_progress(learner, items, metrics)
+        self._check_progress(learner, metrics)
         if self.config.eval_every and learner.iteration % self.config.eval_every == 0:
             await self._evaluate(learner)
             self._checkpoint_point(learner)
         if learner.iteration % self.config.save_every == 0:
-            self._save(learner)
+            await self._aside(lambda: self._save(learner))
+
+    async def _aside(self, work: Callable[[], T]) -> T:
+        """``work()`` beside the event loop, so that no episode waits for it. A sampler in this process would not gain
+        from that, and lose the fixed order of its batches."""
+        return work() if self._local else await _in_thread(work)
 
     # ------------------------------------------------------------------ sampling
 
@@ -169,18 +186,20 @@ class Trainer:
         def sample(n: int) -> asyncio.Task[list[Group]]:
             jobs = learner.next_jobs(n)
             name = self._names.get(learner.name)
-            return asyncio.create_task(self.sampler.groups(jobs, config.group_size, params, name, config.hint_ratio))
+            sampler = self._samplers[learner.name]
+            return asyncio.create_task(sampler.groups(jobs, config.group_size, params, name, config.hint_ratio))
 
-        collected = await collect_informative(
-            sample,
-            config.groups_per_batch,
-            config.dynamic_sampling_min_groups or config.groups_per_batch,
-            config.dynamic_sampling_max_batches,
-            round(config.group_size * config.min_group_share),
-            not config.filter_constant_groups,
-        )
+        with self._sampling:
+            collected = await collect_informative(
+                sample,
+                config.groups_per_batch,
+                config.dynamic_sampling_min_groups or config.groups_per_batch,
+                config.dynamic_sampling_max_batches,
+                round(config.group_size * config.min_group_share),
+                not config.filter_constant_groups,
+            )
         if config.rollout_log:
-            self._dump(learner, collected)
+            await self._aside(lambda: self._dump(learner, collected))
         return collected
 
     def _check_alive(self, learner: Learner, collected: Collected) -> None:
@@ -208,7 +227,8 @@ class Trainer:
             self.config.max_new_tokens or None, self.max_seq_length, 0.0, self.config.episode_deadline_s
         )
         jobs = [(game, seed) for game in learner.mix.weights for seed in seeds]
-        groups = await self.sampler.groups(jobs, 1, params, self._names.get(learner.name))
+        with self._sampling:
+            groups = await self._samplers[learner.name].groups(jobs, 1, params, self._names.get(learner.name))
         scored = [e for g in groups for e in g.scored]
         if not scored:
             kinds = Collected(groups, [], 1).error_kinds()
@@ -221,7 +241,8 @@ class Trainer:
         )
         if learner.best_reward is None or reward > learner.best_reward:
             learner.best_reward = reward
-            save_adapter(learner.model, learner.name, self.folder / "best" / learner.name)
+            best = self.folder / "best" / learner.name
+            await self._aside(lambda: save_adapter(learner.model, learner.name, best))
 
     # ------------------------------------------------------------------ update and delivery
 
@@ -229,41 +250,42 @@ class Trainer:
         """One update. With it the iteration is over: what is saved from here on goes on after it."""
 
         def work() -> dict[str, float]:
+            self._remember_canary(learner, collected)
             self._torn.add(learner.name)
             metrics = self.worker.update(learner, items)
-            self._finish(learner)
+            self._finish(learner, collected_metrics | metrics, trained=True)
             self._torn.discard(learner.name)
             return metrics
 
+        collected_metrics = collected.metrics()
         async with self._updating:
             begin = time.perf_counter()
-            self._remember_canary(learner, collected)
-            # A local sampler shares the model with the trainer: one at a time.
-            metrics = work() if self._local else await _in_thread(work)
+            with self._training:  # a local sampler shares the model with the trainer: one at a time
+                metrics = await self._aside(work)
         return metrics | {"update_s": time.perf_counter() - begin}
 
-    def _finish(self, learner: Learner) -> None:
-        learner.iteration += 1
+    def _finish(self, learner: Learner, metrics: dict[str, float], trained: bool = False) -> None:
+        learner.finish_iteration(trained=trained, nonfinite=bool(metrics.get("nonfinite")))
+        learner.solved = learner.empty_iterations >= EMPTY_LIMIT and metrics["reward"] >= SOLVED_REWARD
         self._checkpoint_point(learner)
 
-    def _check_progress(self, learner: Learner, items: list[Any], metrics: dict[str, float]) -> None:
+    def _check_progress(self, learner: Learner, metrics: dict[str, float]) -> None:
         """A learner that has nothing left to learn is done; one that learns nothing stops the run, typed."""
-        name = learner.name
-        self._empty[name] = 0 if items else self._empty.get(name, 0) + 1
-        self._nonfinite[name] = self._nonfinite.get(name, 0) + 1 if metrics.get("nonfinite") else 0
-        if self._empty[name] >= EMPTY_LIMIT and metrics["reward"] >= SOLVED_REWARD:
-            self._solved.add(name)
+        name, why = learner.name, ""
+        if learner.solved:
             reward = metrics["reward"]
             self.log.say(f"[{name}] solved: reward {reward:.3f}, every group alike in {EMPTY_LIMIT} iterations")
-        elif self._empty[name] >= EMPTY_LIMIT:
-            raise TrainingStopped(
-                f"{name}: no informative group in {EMPTY_LIMIT} iterations (reward {metrics['reward']:.2f}); "
+        elif learner.empty_iterations >= EMPTY_LIMIT:
+            why = (
+                f"no informative group in {EMPTY_LIMIT} iterations (reward {metrics['reward']:.2f}); "
                 "the environment gives this model no signal: calibrate it, then --resume"
             )
-        if self._nonfinite[name] >= NONFINITE_LIMIT:
-            raise TrainingStopped(
-                f"{name}: loss not finite in {NONFINITE_LIMIT} iterations in a row; lower --lr, then --resume"
-            )
+        elif learner.nonfinite_iterations >= NONFINITE_LIMIT:
+            why = f"loss not finite in {NONFINITE_LIMIT} iterations in a row; lower --lr, then --resume"
+        if why:
+            learner.empty_iterations = learner.nonfinite_iterations = 0  # whoever resumes has done something about it
+            self._checkpoint_point(learner)
+            raise TrainingStopped(f"{name}: {why}")
 
     async def _deliver(self, learner: Learner) -> float:
         """Make the newest weights what the sampler uses for this learner from now on. Returns the seconds it took."""
@@ -277,7 +299,8 @@ class Trainer:
         else:
             folder = self.folder.resolve() / "adapters" / name
             async with self._updating:
-                canary = await _in_thread(lambda: self._write_version(learner, folder))
+                with self._training:
+                    canary = await _in_thread(lambda: self._write_version(learner, folder))
             await self.delivery.deliver(learner.name, learner.version, str(folder), canary)
             old = self.folder / "adapters" / f"{learner.name}@v{learner.version - 3}"
             shutil.rmtree(old, ignore_errors=True)  # nobody samples from it; a server re-reads evicted ones from disk
@@ -289,7 +312,7 @@ class Trainer:
         if learner.name not in self._canaries:
             return None
         tokens, old = self._canaries[learner.name]
-        new = self._canary_logprobs(learner, tokens)
+        new = self.worker.logprobs_of(learner, tokens)
         self._canaries[learner.name] = (tokens, new)
         return Canary(tokens, new, old)
 
@@ -299,14 +322,7 @@ class Trainer:
             return
         episode = max((e for g in collected.informative for e in g.scored), key=lambda e: e.n_action_tokens)
         tokens = tuple(episode.token_ids[-CANARY_TOKENS:])
-        self._canaries[learner.name] = (tokens, self._canary_logprobs(learner, tokens))
-
-    @torch.no_grad()
-    def _canary_logprobs(self, learner: Learner, tokens: tuple[int, ...]) -> tuple[float, ...]:
-        activate(learner.model, learner.name)
-        sequence = TokenSequence(tokens, [False] + [True] * (len(tokens) - 1))
-        logprobs, _ = action_logprobs(learner.model, build_pack([sequence], [0]), 1.0)
-        return tuple(logprobs.tolist())
+        self._canaries[learner.name] = (tokens, self.worker.logprobs_of(learner, tokens))
 
     # ------------------------------------------------------------------ files
 

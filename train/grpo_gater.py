@@ -109,7 +109,7 @@ class GateTrainer:
         Raises:
             ServerError: no rollout can be scored, or too long no group carries a signal; the last checkpoint is kept.
         """
-        learner, grpo, empty = self.worker.learners[NAME], self.config.grpo, 0
+        learner, grpo = self.worker.learners[NAME], self.config.grpo
         while learner.iteration < grpo.max_iters:
             begin = time.perf_counter()
             collected = await self._collect(learner)
@@ -121,9 +121,9 @@ class GateTrainer:
             if items:
                 metrics |= self.worker.update(learner, items)
             metrics["update_s"] = time.perf_counter() - sampled
-            learner.iteration += 1
+            learner.finish_iteration(trained=bool(items), nonfinite=bool(metrics.get("nonfinite")))
             self.log.iteration(NAME, learner.iteration, grpo.max_iters, metrics, collected.error_kinds())
-            empty = 0 if items else empty + 1
+            empty = learner.empty_iterations
             if metrics.get("nonfinite"):
                 raise ServerError("the loss is not finite; lower grpo.lr, then --resume")
             if learner.iteration % grpo.save_every == 0 or learner.iteration == grpo.max_iters:

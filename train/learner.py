@@ -14,8 +14,16 @@ from game_registry import GameMix
 from train.forward import action_logprobs, make_packs
 from train.groups import Group
 from train.lora import activate, adapter_parameters, adapter_state, restore_adapter
-from train.losses import LossConfig, Totals, group_advantages, importance_weights, mismatch_metrics, policy_loss
-from train.packing import Pack, TokenSequence
+from train.losses import (
+    LossConfig,
+    Totals,
+    group_advantages,
+    importance_weights,
+    mismatch_of_sums,
+    mismatch_sums,
+    policy_loss,
+)
+from train.packing import Pack, TokenSequence, build_pack
 
 FIRST_TRAIN_SEED = 1_000_000  # below: rollouts, calibration, held-out evaluation
 
@@ -75,14 +83,20 @@ class Learner:
     Args:
         model: the peft model that holds the adapter ``name``.
         reduce: sums a tensor over ranks (identity on one rank).
+        sharded: the base lies on all ranks (``train.sharding``), so all of them run the same number of passes.
     """
+
+    sharded = False
+    solved = False  # nothing left to learn
+    empty_iterations = 0  # in a row, up to now: no group carried a signal
+    nonfinite_iterations = 0  # in a row, up to now: the update was skipped
 
     def __init__(
         self, model: PeftModel, name: str, mix: GameMix, *, lr: float, weight_decay: float, seed: int,
-        reduce: Reduce = lambda x: x, rank: int = 0, world: int = 1,
+        reduce: Reduce = lambda x: x, rank: int = 0, world: int = 1, sharded: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.name, self.mix = model, name, mix
-        self.reduce, self.rank, self.world = reduce, rank, world
+        self.reduce, self.rank, self.world, self.sharded = reduce, rank, world, sharded
         self.parameters = adapter_parameters(model, name)
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=lr, weight_decay=weight_decay, betas=(0.9, 0.999)
@@ -100,6 +114,12 @@ class Learner:
             jobs.append((game, self.next_seed[game]))
             self.next_seed[game] += 1
         return jobs
+
+    def finish_iteration(self, *, trained: bool, nonfinite: bool = False) -> None:
+        """Count an iteration, and in how many in a row nothing could be learned."""
+        self.iteration += 1
+        self.empty_iterations = 0 if trained else self.empty_iterations + 1
+        self.nonfinite_iterations = self.nonfinite_iterations + 1 if nonfinite else 0
 
     # ------------------------------------------------------------------ update
 
@@ -149,14 +169,19 @@ class Learner:
         packs = make_packs(self.model, sequences, config.pack_tokens)
         totals = Totals(len(items), sum(len(item.sampler_logprobs) for item in items))
         self.optimizer.zero_grad(set_to_none=True)
-        stats = _Stats(next(iter(self.parameters.values())).device)
-        for pack in share_of_rank(packs, self.rank, self.world):
+        device = next(iter(self.parameters.values())).device
+        stats, unheard = _Stats(device), _Stats(device)
+        shares = shares_of_ranks(packs, self.world)
+        for pack in shares[self.rank]:
             loss = self._pack_loss(pack, items, totals, config, single, stats)
             loss.backward()
-            stats.loss += float(loss.detach())
+            stats.add_loss(loss)
+        for pack in idle_passes(packs, [len(share) for share in shares], self.rank) if self.sharded else []:
+            (0.0 * self._pack_loss(pack, items, totals, config, single, unheard)).backward()
         norm = self._reduce_and_clip(config.max_grad_norm)
-        metrics = stats.finish(self.reduce)
+        metrics = stats.finish(self.reduce, self.rank, self.world)
         metrics["grad_norm"] = norm
+        metrics["packs"] = float(len(packs))
         metrics["packed_tokens"] = float(sum(p.n_tokens for p in packs))
         metrics["plain_tokens"] = float(sum(len(s.token_ids) for s in sequences))
         if not (math.isfinite(norm) and math.isfinite(metrics["loss"])):
@@ -205,6 +230,14 @@ class Learner:
                 at += parameter.numel()
         return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
 
+    @torch.no_grad()
+    def logprobs_of(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-probs (temperature 1) of ``token_ids[1:]`` under the present weights. A sharded base meets here too."""
+        self._activate()
+        sequence = TokenSequence(token_ids, [False] + [True] * (len(token_ids) - 1))
+        logprobs, _ = action_logprobs(self.model, build_pack([sequence], [0]), 1.0)
+        return tuple(logprobs.tolist())
+
     # ------------------------------------------------------------------ state
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -222,6 +255,9 @@ class Learner:
             "next_seed": self.next_seed,
             "mix": self.mix.state,
             "best_reward": self.best_reward,
+            "solved": self.solved,
+            "empty_iterations": self.empty_iterations,
+            "nonfinite_iterations": self.nonfinite_iterations,
         }
 
     def restore_counters(self, state: dict[str, Any]) -> None:
@@ -230,44 +266,57 @@ class Learner:
         self.mix.state = {str(k): float(v) for k, v in state["mix"].items()}
         best = state.get("best_reward")
         self.best_reward = None if best is None else float(best)
+        self.solved = bool(state.get("solved"))
+        self.empty_iterations = int(state.get("empty_iterations") or 0)
+        self.nonfinite_iterations = int(state.get("nonfinite_iterations") or 0)
 
 
 class _Stats:
-    """Sums over the packs of a step."""
+    """Sums over the packs of a step. They stay on the device until the end, so no pack waits for the one before."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.loss = 0.0
-        self._device = device  # where sums over ranks are made, also by a rank without a pack
-        self._new: list[torch.Tensor] = []
-        self._sampler: list[torch.Tensor] = []
-        self._entropy = 0.0
-        self._tokens = 0
+        self._sums = torch.zeros(10, dtype=torch.float64, device=device)  # loss, entropy, tokens, seven of the mismatch
+        self._largest = torch.zeros((), dtype=torch.float64, device=device)
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        self._sums[0] += loss.detach()
 
     def add(self, new: torch.Tensor, sampler: torch.Tensor, entropy: torch.Tensor) -> None:
-        self._new.append(new)
-        self._sampler.append(sampler)
-        self._entropy += float(entropy.sum())
-        self._tokens += len(entropy)
+        sums, largest = mismatch_sums(new, sampler)
+        self._sums[1] += entropy.detach().double().sum()
+        self._sums[2] += len(entropy)
+        self._sums[3:] += sums
+        self._largest = torch.maximum(self._largest, largest)
 
-    def finish(self, reduce: Reduce) -> dict[str, float]:
-        """Global loss, entropy and this rank's view of the sampler mismatch (summed quantities are reduced)."""
-        own = [self.loss, self._entropy, float(self._tokens)]
-        sums = reduce(torch.tensor(own, dtype=torch.float64, device=self._device))
-        loss, entropy, tokens = sums.tolist()
-        mismatch = mismatch_metrics(torch.cat(self._new), torch.cat(self._sampler)) if self._new else {}
+    def finish(self, reduce: Reduce, rank: int = 0, world: int = 1) -> dict[str, float]:
+        """Loss, entropy and sampler mismatch over all ranks. A sum carries the maximum too: every rank has a slot."""
+        slots = torch.zeros(world, dtype=torch.float64, device=self._sums.device)
+        slots[rank] = self._largest
+        everything = reduce(torch.cat([self._sums, slots])).cpu()
+        loss, entropy, tokens = everything[:3].tolist()
+        mismatch = mismatch_of_sums(everything[3:10], float(everything[10:].max()))
         result = {"loss": loss, "entropy": entropy / max(1.0, tokens), "action_tokens": tokens}
         return result | {f"mismatch_{k}": v for k, v in mismatch.items()}
 
 
-def share_of_rank(packs: Sequence[Pack], rank: int, world: int) -> list[Pack]:
+def shares_of_ranks(packs: Sequence[Pack], world: int) -> list[list[Pack]]:
     """Longest-processing-time assignment of packs to ranks; every rank computes the same assignment."""
-    if world == 1:
-        return list(packs)
     load = [0] * world
-    mine = []
+    shares: list[list[int]] = [[] for _ in range(world)]
     for index in sorted(range(len(packs)), key=lambda i: (-packs[i].n_tokens, i)):
         target = min(range(world), key=lambda r: (load[r], r))
         load[target] += packs[index].n_tokens
-        if target == rank:
-            mine.append(index)
-    return [packs[i] for i in sorted(mine)]
+        shares[target].append(index)
+    return [[packs[i] for i in sorted(share)] for share in shares]
+
+
+def idle_passes(packs: Sequence[Pack], counts: Sequence[int], rank: int) -> list[Pack]:
+    """Packs that ``rank`` has to run with weight zero beside its share, so that all ranks meet equally often.
+
+    Args:
+        counts: packs in the share of every rank.
+    """
+    if not packs:
+        return []
+    shortest = min(packs, key=lambda pack: pack.n_tokens)
+    return [shortest] * (max(counts) - counts[rank])

@@ -144,15 +144,27 @@ def mismatch_metrics(logprobs_N: torch.Tensor, sampler_logprobs_N: torch.Tensor)
     k1 = mean(sampler - trainer) and k3 estimate KL(sampler || trainer); ``max_abs`` is the largest gap of one token;
     ``outside`` the share of ratios outside [0.5, 2]; ``ess`` the effective sample size (sum w)^2 / (N sum w^2) <= 1.
     """
-    if len(logprobs_N) == 0:
-        return {"k1": 0.0, "k3": 0.0, "mean_abs": 0.0, "max_abs": 0.0, "outside": 0.0, "ess": 1.0}
+    sums, largest = mismatch_sums(logprobs_N, sampler_logprobs_N)
+    return mismatch_of_sums(sums, float(largest))
+
+
+def mismatch_sums(logprobs_N: torch.Tensor, sampler_logprobs_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``mismatch_metrics`` is made of and what adds up over packs and ranks, with w = exp(d), d = trainer -
+    sampler: (N, sum -d, sum (w - 1 - d), sum |d|, number of w outside [0.5, 2], sum w, sum w^2) [7] in fp64, and
+    max |d|, a scalar (0 without tokens)."""
     gap = (logprobs_N - sampler_logprobs_N).double()
     ratio = gap.exp()
+    outside = ((ratio < 0.5) | (ratio > 2)).double()
+    rows = torch.stack([torch.ones_like(gap), -gap, ratio - 1 - gap, gap.abs(), outside, ratio, ratio**2])
+    return rows.sum(1), gap.abs().max() if len(gap) else gap.new_zeros(())
+
+
+def mismatch_of_sums(sums_7: torch.Tensor, largest: float) -> dict[str, float]:
+    """``mismatch_metrics`` from the sums and the maximum of ``mismatch_sums``."""
+    n, k1, k3, absolute, outside, weights, squares = sums_7.tolist()
+    if n == 0:
+        return {"k1": 0.0, "k3": 0.0, "mean_abs": 0.0, "max_abs": 0.0, "outside": 0.0, "ess": 1.0}
     return {
-        "k1": float(-gap.mean()),
-        "k3": float((ratio - 1 - gap).mean()),
-        "mean_abs": float(gap.abs().mean()),
-        "max_abs": float(gap.abs().max()),
-        "outside": float(((ratio < 0.5) | (ratio > 2)).double().mean()),
-        "ess": float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
-    }
+        "k1": k1 / n, "k3": k3 / n, "mean_abs": absolute / n, "max_abs": largest, "outside": outside / n,
+        "ess": weights**2 / (n * squares),
+    }  # fmt: skip

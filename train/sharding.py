@@ -7,14 +7,13 @@ a meeting of all ranks: all must run the same number of passes (``train.learner`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from train.packing import Pack
+from pipeline.files import InputError
 
 
 def shard_base(model: Any, device_type: str, mesh: DeviceMesh | None = None) -> int:
@@ -26,10 +25,15 @@ def shard_base(model: Any, device_type: str, mesh: DeviceMesh | None = None) -> 
 
     Returns:
         Bytes of the base that this rank still holds.
+
+    Raises:
+        InputError: the model has no list of decoder layers.
     """
     mesh = mesh or init_device_mesh(device_type, (torch.distributed.get_world_size(),))
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    layers = base.get_decoder().layers
+    layers = getattr(base.get_decoder(), "layers", None)
+    if not layers:
+        raise InputError(f"--shard-base: model type {base.config.model_type} has no decoder layers to shard; drop it")
     for layer in layers:
         trained = {p for n, p in layer.named_parameters() if "lora_" in n}
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=trained)
@@ -50,18 +54,6 @@ def _move_the_rest(model: Any, device: torch.device) -> None:
                 parameter.data = parameter.data.to(device)
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
-
-
-def idle_passes(packs: Sequence[Pack], counts: Sequence[int], rank: int) -> list[Pack]:
-    """Packs that ``rank`` has to run with weight zero beside its share, so that all ranks meet equally often.
-
-    Args:
-        counts: packs in the share of every rank.
-    """
-    if not packs:
-        return []
-    shortest = min(packs, key=lambda pack: pack.n_tokens)
-    return [shortest] * (max(counts) - counts[rank])
 
 
 def is_sharded(model: Any) -> bool:
