@@ -17,6 +17,7 @@ import inspect
 import json
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +29,7 @@ from safetensors.torch import save_file
 from moe_gate import attach, experts, exported, factors, linear, routing
 from moe_gate.adapters import save_adapter_folder
 from moe_gate.checkpoint import GateMetadata, load_routed, read_gate
-from moe_gate.exported import CONFIG_KEY, ExportSpec, rank_table
+from moe_gate.exported import CONFIG_KEY, ExportSpec, rank_table, read_spec, vllm_refusal
 from pipeline.files import InputError, read_json, run_cli, write_json
 from pipeline.folders import replace_folder
 
@@ -241,6 +242,8 @@ def main() -> int:
     print(
         f"{target}: {size:.1f} MiB of weights, {(target / ROUTING_FILE).stat().st_size / 2**20:.1f} MiB of it routing"
     )
+    if refusal := vllm_refusal(read_spec(target)):
+        sys.stderr.write(f"notice: {refusal}\n")
     return 0
 
 

@@ -24,6 +24,7 @@ from pipeline.files import InputError, check, read_json
 
 CONFIG_KEY = "trace_gate"
 FP32_MODULES = {"capability_route", "capability_router"}
+VLLM_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3_5ForCausalLM")
 SlotRanks = list[tuple[int, float] | None]  # (rank, scaling) of each adapter, None where it leaves the weight alone
 
 
@@ -44,6 +45,19 @@ class ExportSpec(BaseModel):
     base_included: bool
     adapters: list[AdapterRecord]
     table: dict[str, SlotRanks]
+
+
+def vllm_refusal(spec: ExportSpec) -> str | None:
+    """Why vLLM cannot serve this folder, in one line; None when it can."""
+    if spec.base_architecture not in VLLM_ARCHITECTURES:
+        known = ", ".join(VLLM_ARCHITECTURES)
+        return f"vLLM cannot serve a routed {spec.base_architecture}, only {known}; use transformers"
+    if spec.routing_granularity != "token":
+        return "vLLM serves token granularity only; a trajectory decision needs the whole prompt at once"
+    experts = [path for path in spec.table if path.split(".")[-2] == "experts"]
+    if experts:
+        return f"vLLM serves adapters of dense linears only, found {experts[0]}; use transformers for experts"
+    return None
 
 
 def rank_table(model: nn.Module) -> dict[str, SlotRanks]:

@@ -83,7 +83,10 @@ class MultiLoRAGatedLinear(nn.Linear):
         if mask is None:
             return output
         low = F.linear(input.flatten(0, -2), self.lora_A) * mask
-        return torch.addmm(output.flatten(0, -2), low, self.lora_B.t()).view_as(output)
+        # In place: out of place addmm first copies ``output``, one more pass over the largest tensor. No backward needs
+        # the output of a linear.
+        output.flatten(0, -2).addmm_(low, self.lora_B.t())
+        return output
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, stacked_rank={self.lora_A.shape[0]}"

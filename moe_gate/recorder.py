@@ -28,14 +28,19 @@ class RoutingCall:
         self.continues = False
         self.num_slots, self._keep_hidden, self._keep_logits = num_slots, keep_hidden, keep_logits
 
-    def add(self, layer: int, hidden_states: Tensor, weights: Tensor | None, logits: Tensor | None) -> None:
-        """Called by the layers; a layer recomputed in the backward was recorded before and is left out."""
+    def add(self, layer: int, hidden_states: Tensor, route: Tensor | None, logits: Tensor | None) -> None:
+        """Called by the layers; a layer recomputed in the backward was recorded before and is left out.
+
+        Args:
+            route: slots ``[B, T]`` int64, weights of the slots ``[B, T, S]`` fp32, or None for the base everywhere.
+        """
         if layer in self.routes:
             return
-        if weights is None:
+        if route is None:
             self.routes[layer] = torch.zeros(hidden_states.shape[:-1], dtype=torch.uint8, device=hidden_states.device)
         else:
-            self.routes[layer] = weights.detach().argmax(-1).to(torch.uint8)
+            slots = route if route.dtype == torch.long else route.detach().argmax(-1)
+            self.routes[layer] = slots.to(torch.uint8)
         if self._keep_hidden:
             self.hidden[layer] = hidden_states.detach()
         if self._keep_logits and logits is not None:

@@ -36,6 +36,13 @@ class RowLayout:
     scales: tuple[float, ...]
 
 
+def row_table(layout: RowLayout, num_slots: int) -> Tensor:
+    """``[S, R]`` fp32: the mask of a token in slot s, that is the scale of the rows of s and 0 elsewhere."""
+    table = torch.zeros(num_slots, len(layout.slots), device="cpu")
+    table[list(layout.slots), range(len(layout.slots))] = torch.tensor(layout.scales, device="cpu")
+    return table
+
+
 @dataclasses.dataclass
 class RoutingState:
     """What all layers of one routed model share, between forwards. Not thread-safe: one forward at a time.
@@ -163,6 +170,7 @@ class LayerRoute(nn.Module):
             (torch.tensor(layout.slots, device="cpu"), torch.tensor(layout.scales, dtype=torch.float32, device="cpu"))
             for layout in layouts
         ]
+        self._tables: list[Tensor] = []
         self._masks: list[Tensor] | None = None
         self._inside = False
         self.kept_weights: Tensor | None = None  # trajectory granularity: this layer's decision [B, 1, S]
@@ -170,6 +178,9 @@ class LayerRoute(nn.Module):
     def enter(self, hidden_states: Tensor, context: RoutingContext) -> None:
         """Decide the route of every token of ``hidden_states [B, T, H]`` and set the masks ``[B * T, R_i]``."""
         self._inside = True
+        if self._is_hard(context):
+            self._enter_hard(hidden_states, context)
+            return
         weights, logits = self._decide(hidden_states, context)
         if context.call is not None:
             context.call.add(self.index, hidden_states, weights, logits)
@@ -177,9 +188,34 @@ class LayerRoute(nn.Module):
             self._masks = None  # the base: no LoRA work at all
             return
         flat = weights.reshape(-1, weights.shape[-1])
-        if self._rows[0][0].device != flat.device:
-            self._rows = [(slots.to(flat.device), scales.to(flat.device)) for slots, scales in self._rows]
-        self._masks = [(flat.index_select(-1, slots) * scales).to(hidden_states.dtype) for slots, scales in self._rows]
+        masks = [flat[:, slots] * scales for slots, scales in self._rows_on(flat.device)]
+        self._masks = [mask.to(hidden_states.dtype) for mask in masks]
+
+    def _is_hard(self, context: RoutingContext) -> bool:
+        """Is the route one slot per token, chosen here, with no gradient to a gate? Then it needs no weights."""
+        state = self.state
+        per_token = state.scope == "per_layer" and state.granularity == "token" and state.mode == "top1"
+        return per_token and self.gater is not None and context.forced is None and not self._differentiable()
+
+    def _enter_hard(self, hidden_states: Tensor, context: RoutingContext) -> None:
+        """The same masks by one lookup: a row of the table ``[S, R]`` for every token."""
+        assert self.gater is not None
+        logits: Tensor = self.gater(hidden_states)
+        slots = logits.argmax(-1)
+        if context.call is not None:
+            context.call.add(self.index, hidden_states, slots, logits)
+        tables = self._tables_on(slots.device, hidden_states.dtype)
+        self._masks = [table.index_select(0, slots.reshape(-1)) for table in tables]
+
+    def _rows_on(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+        if self._rows[0][0].device != device:
+            self._rows = [(slots.to(device), scales.to(device)) for slots, scales in self._rows]
+        return self._rows
+
+    def _tables_on(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        if not self._tables or self._tables[0].device != device or self._tables[0].dtype != dtype:
+            self._tables = [row_table(layout, self.state.num_slots).to(device, dtype) for layout in self.layouts]
+        return self._tables
 
     def leave(self) -> None:
         self._inside, self._masks = False, None

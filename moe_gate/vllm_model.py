@@ -15,6 +15,7 @@ Tensor parallel: a column-parallel linear has A whole and its rows of B; a row-p
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -34,10 +35,17 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.model_executor.models.utils import PPMissingLayer
 
-from moe_gate.exported import CONFIG_KEY, ExportSpec
+from moe_gate.exported import CONFIG_KEY, ExportSpec, vllm_refusal
+from moe_gate.routing import RowLayout, row_table
 from pipeline.files import check
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+# vLLM's fused linears: the checkpoint's linears in order, and how many of vLLM's output parts each of them covers.
+FUSED: dict[str, dict[str, int]] = {
+    "qkv_proj": {"q_proj": 1, "k_proj": 1, "v_proj": 1},
+    "gate_up_proj": {"gate_proj": 1, "up_proj": 1},
+    "in_proj_qkvz": {"in_proj_qkv": 3, "in_proj_z": 1},  # linear attention of Qwen3.5
+    "in_proj_ba": {"in_proj_b": 1, "in_proj_a": 1},
+}
 Rows = tuple[tuple[int, float], ...]  # (slot, scale) of each row of a stacked A
 
 
@@ -64,31 +72,27 @@ class CapabilityRoute(nn.Module):
             self.gater.bias = nn.Parameter(bias, requires_grad=False)
         self.layouts: list[Rows] = []
 
-    def layout_index(self, rows: Rows, device: torch.device) -> int:
-        """The number of a row layout; its constants are kept as buffers."""
+    def layout_index(self, rows: Rows, device: torch.device, dtype: torch.dtype) -> int:
+        """The number of a row layout; its mask of every slot is kept as a buffer ``[S, R]``."""
         if rows not in self.layouts:
-            index = len(self.layouts)
+            layout = RowLayout(tuple(slot for slot, _ in rows), tuple(scale for _, scale in rows))
+            table = row_table(layout, self.num_slots).to(device, torch.float32 if self.soft else dtype)
+            self.register_buffer(f"table_{len(self.layouts)}", table, persistent=False)
             self.layouts.append(rows)
-            slots = torch.tensor([slot for slot, _ in rows], device=device)
-            scales = torch.tensor([scale for _, scale in rows], dtype=torch.float32, device=device)
-            self.register_buffer(f"slots_{index}", slots, persistent=False)
-            self.register_buffer(f"scales_{index}", scales, persistent=False)
         return self.layouts.index(rows)
 
     def decide(self, hidden_states: Tensor) -> Tensor:
-        """``[T, H]`` -> weights of the slots: one-hot of the argmax, or the softmax; fp32 ``[T, S]``."""
+        """``[T, H]`` -> the slot of each token ``[T]``, or (soft) the weights of the slots, fp32 ``[T, S]``."""
         assert self.gater is not None
         logits = F.linear(hidden_states.float(), self.gater.weight, self.gater.bias)
-        if self.soft:
-            return logits.softmax(-1)
-        return (logits.argmax(-1, keepdim=True) == torch.arange(self.num_slots, device=logits.device)).float()
+        return logits.softmax(-1) if self.soft else logits.argmax(-1)
 
-    def masks(self, weights: Tensor, dtype: torch.dtype) -> list[Tensor]:
-        """One ``[T, R]`` mask per row layout."""
-        return [
-            (weights.index_select(-1, getattr(self, f"slots_{i}")) * getattr(self, f"scales_{i}")).to(dtype)
-            for i in range(len(self.layouts))
-        ]
+    def masks(self, route: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """One ``[T, R]`` mask per row layout; a lookup, or (soft) the weighted mean of the slots' masks."""
+        tables: list[Tensor] = [getattr(self, f"table_{i}") for i in range(len(self.layouts))]
+        if self.soft:
+            return [(route @ table).to(dtype) for table in tables]
+        return [table.index_select(0, route) for table in tables]
 
 
 class RoutedLinearMethod(LinearMethodBase):  # type: ignore[misc]
@@ -113,7 +117,7 @@ class RoutedLinearMethod(LinearMethodBase):  # type: ignore[misc]
         parts = zip(torch.split(low, self.part_rows, -1), layer.lora_B, strict=True)
         if len(self.part_rows) > 1:
             return output + torch.cat([F.linear(piece, b) for piece, b in parts], dim=-1)
-        return output + F.linear(low, layer.lora_B[0])
+        return torch.addmm(output, low, layer.lora_B[0].t())
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":
@@ -134,13 +138,13 @@ def _routed_layer_class(kind: type[nn.Module]) -> type[nn.Module]:
             route: CapabilityRoute = self.capability_route
             holder: RouteHolder = self.capability_holder
             if route.gater is not None:
-                weights = route.decide(stream)
-                self.capability_shared.masks = [weights]
+                decided = route.decide(stream)
+                self.capability_shared.masks = [decided]
             elif self.capability_shared.masks:
-                weights = self.capability_shared.masks[0]
+                decided = self.capability_shared.masks[0]
             else:
-                weights = None
-            holder.masks = [] if weights is None else route.masks(weights, stream.dtype)
+                decided = None
+            holder.masks = [] if decided is None else route.masks(decided, stream.dtype)
             output = super().forward(*args, **kwargs)
             holder.masks = []
             if self.capability_is_last:
@@ -155,12 +159,8 @@ class _Builder:
     """Adds the routing modules to a vLLM model and knows how to fill them from the checkpoint's tensors."""
 
     def __init__(self, model: nn.Module, spec: ExportSpec, hidden_size: int) -> None:
-        if spec.routing_granularity != "token":
-            raise ValueError("vLLM serves token granularity only; a trajectory decision needs the whole prompt at once")
-        if bad := [path for path in spec.table if path.split(".")[-2] == "experts"]:
-            raise ValueError(
-                f"vLLM serves adapters of dense linears only, found {bad[0]}; use transformers for experts"
-            )
+        if refusal := vllm_refusal(spec):
+            raise ValueError(refusal)
         self.model, self.spec, self.hidden_size = model, spec, hidden_size
         self.first_slot = len(spec.slot_names) - len(spec.adapters)
         self.loaders: dict[str, Callable[[Tensor], None]] = {}
@@ -210,7 +210,8 @@ class _Builder:
     def _route_linear(
         self, linear: Any, parent: str, fused: str, parts: dict[str, Any], route: CapabilityRoute, holder: RouteHolder
     ) -> None:
-        order = [name for name in FUSED.get(fused, (fused,))]
+        covers = FUSED.get(fused, {fused: 1})
+        order = list(covers)
         rows: list[tuple[int, float]] = []
         counts, device, dtype = [], linear.weight.device, linear.params_dtype
         for name in order:
@@ -220,10 +221,10 @@ class _Builder:
             rows += mine
         in_size = linear.input_size_per_partition if isinstance(linear, RowParallelLinear) else linear.input_size
         linear.lora_A = nn.Parameter(torch.zeros(len(rows), in_size, dtype=dtype, device=device), requires_grad=False)
-        widths = _part_widths(linear, len(order))
+        pieces = _split_like(_part_slices(linear), list(covers.values()))
         linear.lora_B = nn.ParameterList(
-            nn.Parameter(torch.zeros(width, count, dtype=dtype, device=device), requires_grad=False)
-            for width, count in zip(widths, counts, strict=True)
+            nn.Parameter(torch.zeros(_width(piece), count, dtype=dtype, device=device), requires_grad=False)
+            for piece, count in zip(pieces, counts, strict=True)
         )
         start = 0
         for part, (name, count) in enumerate(zip(order, counts, strict=True)):
@@ -231,11 +232,11 @@ class _Builder:
                 a_rows = linear.lora_A.data[start : start + count]
                 self._expect(f"{parent}.{name}.lora_A", f"{parent}.{fused}.lora_A", _a_loader(linear, a_rows))
                 b = linear.lora_B[part].data
-                self._expect(f"{parent}.{name}.lora_B", f"{parent}.{fused}.lora_B.{part}", _b_loader(linear, part, b))
+                self._expect(f"{parent}.{name}.lora_B", f"{parent}.{fused}.lora_B.{part}", _b_loader(pieces[part], b))
             else:
                 self.names[f"(empty) {parent}.{name}"] = f"{parent}.{fused}.lora_B.{part}"
             start += count
-        layout = route.layout_index(tuple(rows), device)
+        layout = route.layout_index(tuple(rows), device, dtype)
         linear.quant_method = RoutedLinearMethod(linear.quant_method, holder, layout, counts)
 
     def _expect(self, name: str, parameter: str, load: Callable[[Tensor], Any]) -> None:
@@ -249,15 +250,40 @@ def _split_path(path: str) -> tuple[str, int, str]:
     return f"{prefix}.layers", int(number), inner
 
 
-def _part_widths(linear: Any, parts: int) -> list[int]:
-    """Output features of each fused part on this rank."""
+@dataclasses.dataclass(frozen=True)
+class PartSlice:
+    """The rows of one output part that this rank holds: ``width`` of ``full``, from ``start``."""
+
+    full: int
+    start: int
+    width: int
+
+
+def _part_slices(linear: Any) -> list[PartSlice]:
+    """What this rank holds of each output part of a linear, in vLLM's order."""
     if isinstance(linear, QKVParallelLinear):
-        kv = linear.num_kv_heads * linear.head_size
-        return [linear.num_heads * linear.head_size, kv, kv]
+        head, replicas = linear.head_size, linear.num_kv_head_replicas
+        q, kv = linear.num_heads * head, linear.num_kv_heads * head
+        kv_slice = PartSlice(kv * max(1, linear.tp_size // replicas), linear.tp_rank // replicas * kv, kv)
+        return [PartSlice(q * linear.tp_size, linear.tp_rank * q, q), kv_slice, kv_slice]
     if isinstance(linear, MergedColumnParallelLinear):
-        return [size // linear.tp_size for size in linear.output_sizes]
-    assert parts == 1
-    return [linear.output_size_per_partition if hasattr(linear, "output_size_per_partition") else linear.output_size]
+        widths = [size // linear.tp_size for size in linear.output_sizes]
+        return [PartSlice(w * linear.tp_size, linear.tp_rank * w, w) for w in widths]
+    if isinstance(linear, RowParallelLinear):
+        return [PartSlice(linear.output_size, 0, linear.output_size)]
+    width = getattr(linear, "output_size_per_partition", linear.output_size)
+    return [PartSlice(linear.output_size, linear.tp_rank * width if width < linear.output_size else 0, width)]
+
+
+def _split_like(slices: Sequence[PartSlice], counts: Sequence[int]) -> list[list[PartSlice]]:
+    """The parts of each checkpoint linear: the first ``counts[0]``, the next ``counts[1]``, ..."""
+    assert sum(counts) == len(slices), "the fused linear has other parts in this vLLM version"
+    rest = iter(slices)
+    return [[next(rest) for _ in range(count)] for count in counts]
+
+
+def _width(parts: Sequence[PartSlice]) -> int:
+    return sum(part.width for part in parts)
 
 
 def _a_loader(linear: Any, rows: Tensor) -> Callable[[Tensor], None]:
@@ -269,14 +295,16 @@ def _a_loader(linear: Any, rows: Tensor) -> Callable[[Tensor], None]:
     return load
 
 
-def _b_loader(linear: Any, part: int, target: Tensor) -> Callable[[Tensor], None]:
+def _b_loader(parts: Sequence[PartSlice], target: Tensor) -> Callable[[Tensor], None]:
     def load(tensor: Tensor) -> None:
-        if not isinstance(linear, RowParallelLinear):
-            rank = linear.tp_rank
-            if isinstance(linear, QKVParallelLinear) and part > 0:
-                rank //= linear.num_kv_head_replicas
-            tensor = tensor.narrow(0, rank * target.shape[0], target.shape[0])
-        target.copy_(tensor)
+        if tensor.shape[0] != sum(part.full for part in parts):
+            raise ValueError(
+                f"a lora_B has {tensor.shape[0]} rows, its linear {sum(part.full for part in parts)}; export again"
+            )
+        top, row = 0, 0
+        for part in parts:
+            target[row : row + part.width].copy_(tensor[top + part.start : top + part.start + part.width])
+            top, row = top + part.full, row + part.width
 
     return load
 
@@ -286,9 +314,9 @@ class _Routed:
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **kwargs: Any) -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)  # type: ignore[call-arg]
-        config = vllm_config.model_config.hf_config
-        spec = check(ExportSpec, getattr(config, CONFIG_KEY), f"{vllm_config.model_config.model} {CONFIG_KEY}")
-        self._routing = _Builder(self, spec, config.hidden_size)  # type: ignore[arg-type]
+        model = vllm_config.model_config
+        spec = check(ExportSpec, getattr(model.hf_config, CONFIG_KEY), f"{model.model} {CONFIG_KEY}")
+        self._routing = _Builder(self, spec, model.hf_text_config.hidden_size)  # type: ignore[arg-type]
         self._routing.build()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

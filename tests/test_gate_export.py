@@ -16,6 +16,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from moe_gate import build_capability_model, force_route, save_gate, trace_routes
+from moe_gate import export as export_module
 from moe_gate.export import export, self_contained_module
 from moe_gate.exported import load_exported, read_spec
 from pipeline.files import InputError
@@ -154,3 +155,12 @@ def test_the_module_is_python_and_imports_only_torch_and_transformers() -> None:
         "torch",
         "transformers",
     }
+
+
+def test_what_vllm_cannot_serve_is_said_at_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path, routing_granularity="trajectory")
+    monkeypatch.setattr(sys, "argv", ["export", "--gate", str(tmp_path / "gate"), "--out", str(tmp_path / "out")])
+    assert export_module.main() == 0
+    assert "notice: vLLM serves token granularity only" in capsys.readouterr().err

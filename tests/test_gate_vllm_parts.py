@@ -73,9 +73,12 @@ def rank_linear(fused: str, full: dict[str, Tensor], rank: int, world: int) -> A
             QKVParallelLinear, weight, num_heads=HEADS // world, num_kv_heads=max(1, KV_HEADS // world), head_size=HEAD,
             num_kv_head_replicas=replicas, input_size=HIDDEN, tp_rank=rank, tp_size=world,
         )  # fmt: skip
-    if fused == "gate_up_proj":
-        weight = torch.cat([rows(full["gate_proj"], rank, world), rows(full["up_proj"], rank, world)])
-        sizes = [INNER, INNER]
+    if fused in ("gate_up_proj", "in_proj_qkvz"):
+        if fused == "gate_up_proj":
+            sizes, parts = [INNER, INNER], [full["gate_proj"], full["up_proj"]]
+        else:
+            sizes, parts = LINEAR_SIZES, [*full["in_proj_qkv"].split(LINEAR_SIZES[:3]), full["in_proj_z"]]
+        weight = torch.cat([rows(part, rank, world) for part in parts])
         return bare(
             MergedColumnParallelLinear, weight, output_sizes=sizes, input_size=HIDDEN, tp_rank=rank, tp_size=world
         )
@@ -86,13 +89,16 @@ def rank_linear(fused: str, full: dict[str, Tensor], rank: int, world: int) -> A
     )  # fmt: skip
 
 
+LINEAR_SIZES = [8, 8, 16, 16]  # q, k, v, z of the linear attention
 SHAPES = {
+    "in_proj_qkv": (32, HIDDEN), "in_proj_z": (16, HIDDEN),
     "q_proj": (HEADS * HEAD, HIDDEN), "k_proj": (KV_HEADS * HEAD, HIDDEN), "v_proj": (KV_HEADS * HEAD, HIDDEN),
     "gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER),
 }  # fmt: skip
 FUSED = {
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],
     "gate_up_proj": ["gate_proj", "up_proj"],
+    "in_proj_qkvz": ["in_proj_qkv", "in_proj_z"],
     "down_proj": ["down_proj"],
 }
 
@@ -123,7 +129,7 @@ def test_ranks_together_equal_one_routed_linear(fused: str, world: int) -> None:
         for n in names:
             builder.loaders[f"model.layers.0.mlp.{n}.lora_A"](a[n])
             builder.loaders[f"model.layers.0.mlp.{n}.lora_B"](b[n])
-        holder.masks = route.masks(weights, torch.float32)
+        holder.masks = route.masks(slots, torch.float32)
         part = x.chunk(world, dim=1)[rank] if fused == "down_proj" else x
         outputs.append(linear.quant_method.apply(linear, part))
         holder.masks = []
@@ -137,6 +143,11 @@ def test_ranks_together_equal_one_routed_linear(fused: str, world: int) -> None:
             torch.testing.assert_close(
                 torch.cat([o.chunk(2, 1)[i] for o in outputs], 1), expected[n], rtol=1e-4, atol=1e-4
             )
+    elif fused == "in_proj_qkvz":  # one adapter over three of vLLM's parts
+        parts = [o.split([size // world for size in LINEAR_SIZES], dim=1) for o in outputs]
+        whole = [torch.cat([p[i] for p in parts], 1) for i in range(4)]
+        torch.testing.assert_close(torch.cat(whole[:3], 1), expected["in_proj_qkv"], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(whole[3], expected["in_proj_z"], rtol=1e-4, atol=1e-4)
     else:
         q, kv = HEADS * HEAD // world, max(1, KV_HEADS // world) * HEAD
         replicas = max(1, world // KV_HEADS)
@@ -160,7 +171,7 @@ def test_an_adapter_on_part_of_a_fused_linear() -> None:
     builder.loaders["model.layers.0.self_attn.q_proj.lora_B"](b)
     assert set(builder.loaders) == {"model.layers.0.self_attn.q_proj.lora_A", "model.layers.0.self_attn.q_proj.lora_B"}
     x = torch.randn(2, HIDDEN)
-    holder.masks = route.masks(F.one_hot(torch.tensor([2, 1]), 3).float(), torch.float32)
+    holder.masks = route.masks(torch.tensor([2, 1]), torch.float32)
     output = linear.quant_method.apply(linear, x)
     expected = F.linear(x, linear.weight)
     expected[0, : SHAPES["q_proj"][0]] += 0.5 * b @ a @ x[0]  # token 1 is on alpha, which has no rows here
@@ -177,10 +188,19 @@ def test_the_gate_decides_as_in_transformers() -> None:
     route.gater.bias.data.copy_(gater.bias.data)
     hidden = 5 * torch.randn(50, HIDDEN, dtype=torch.bfloat16)
     state = RoutingState(("base", "alpha", "beta"))
-    assert torch.equal(route.decide(hidden), state.slot_weights(gater(hidden), False).detach())
+    weights = state.slot_weights(gater(hidden), False).detach()
+    assert torch.equal(route.decide(hidden), weights.argmax(-1))
+    route.layout_index(((1, 2.0), (1, 2.0), (2, 0.3)), torch.device("cpu"), torch.bfloat16)
+    (mask,) = route.masks(route.decide(hidden), torch.bfloat16)
+    assert torch.equal(mask, (weights[:, [1, 1, 2]] * torch.tensor([2.0, 2.0, 0.3])).bfloat16())
+    soft = CapabilityRoute(HIDDEN, 3, True, True, torch.device("cpu"))
+    soft.gater.load_state_dict(route.gater.state_dict())
+    soft.layout_index(((1, 2.0), (1, 2.0), (2, 0.3)), torch.device("cpu"), torch.bfloat16)
+    (mask,) = soft.masks(soft.decide(hidden), torch.float32)
+    torch.testing.assert_close(mask, gater(hidden).softmax(-1)[:, [1, 1, 2]].detach() * torch.tensor([2.0, 2.0, 0.3]))
     tie = torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
     route.gater.bias.data.zero_()
-    assert route.decide(tie).tolist() == [[1.0, 0.0, 0.0]]  # ties go to the lower slot, on both sides
+    assert route.decide(tie).tolist() == [0]  # ties go to the lower slot, on both sides
 
 
 class Layer(nn.Module):
@@ -194,7 +214,7 @@ class Layer(nn.Module):
 def test_the_layer_routes_the_residual_stream(by_name: bool) -> None:
     layer: Any = Layer()
     layer.capability_route = CapabilityRoute(HIDDEN, 3, True, False, torch.device("cpu"))
-    layer.capability_route.layout_index(((1, 2.0), (2, 0.5)), torch.device("cpu"))
+    layer.capability_route.layout_index(((1, 2.0), (2, 0.5)), torch.device("cpu"), torch.float32)
     layer.capability_route.gater.weight.data[2, 0] = 1.0
     layer.capability_holder, layer.capability_shared, layer.capability_is_last = RouteHolder(), RouteHolder(), True
     layer.__class__ = _routed_layer_class(Layer)
@@ -212,6 +232,8 @@ def test_what_cannot_be_served_is_refused() -> None:
         _Builder(nn.Module(), spec(["model.layers.0.mlp.down_proj"], routing_granularity="trajectory"), HIDDEN)
     with pytest.raises(ValueError, match=r"dense linears only, found model\.layers\.0\.mlp\.experts\.gate_up_proj"):
         _Builder(nn.Module(), spec(["model.layers.0.mlp.experts.gate_up_proj"]), HIDDEN)
+    with pytest.raises(ValueError, match="cannot serve a routed GptOssForCausalLM, only LlamaForCausalLM"):
+        _Builder(nn.Module(), spec(["model.layers.0.mlp.down_proj"], base_architecture="GptOssForCausalLM"), HIDDEN)
     assert _split_path("model.layers.12.self_attn.q_proj") == ("model.layers", 12, "self_attn.q_proj")
 
 
