@@ -2,14 +2,16 @@
 
     TRACE_GAME_MODULES=pipeline.swe_game python -m train --game capability_deep_call_graph_traversal --model M
 
-registers one game per ``pipeline/swebench/<capability>/scenarios_parsed.json``. Two ways to act, in any mixture: the
-tools below over several turns, or one answer with SEARCH/REPLACE blocks, which edits and submits at once. The edited
-module is graded in sandboxes of its own (``pipeline.swe_grading``); it never runs in this process, and the agent sees
-no test. Reward = share of the target's cases that pass x share of guards kept; 0 for an edit that repairs nothing.
+registers one game per ``pipeline/swebench/<capability>/scenarios_parsed.json``; TRACE_SCENARIOS names another folder of
+that form. Two ways to act, in any mixture: the tools below over several turns, or one answer with SEARCH/REPLACE
+blocks, which edits and submits at once. The edited module is graded in sandboxes of its own (``pipeline.swe_grading``);
+it never runs in this process, and the agent sees no test.
+Reward = share of the target's cases that pass x share of guards kept; 0 for an edit that repairs nothing.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -204,4 +206,4 @@ def oracle_text(scenario: Scenario) -> str:
     return f"<<<<<<< SEARCH\n{scenario.oracle_search}\n=======\n{scenario.oracle_replace}\n>>>>>>> REPLACE"
 
 
-register_folder(Path(__file__).resolve().parent / "swebench")
+register_folder(Path(os.environ.get("TRACE_SCENARIOS") or Path(__file__).resolve().parent / "swebench"))

@@ -16,7 +16,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from phase_settings import PlanSettings, Shape
+from phase_settings import Shape
 from run_settings import RunSettings, load_settings
 
 from pipeline.command_line import Parser
@@ -143,6 +143,11 @@ class Estimate:
     def trainer(self, shards: int) -> float:
         return self.weights / shards + self.adapters() + self.activations()
 
+    def saved_gib(self) -> float:
+        """Adapters in bf16, and two checkpoints of each with fp32 weights and moments."""
+        numbers = self.plan.capabilities * self.sizes.lora_parameters(self.rank)
+        return numbers * (2 * 3 * FP32 + BF16) / GIB
+
     # ------------------------------------------------------------------ time, seconds
 
     def compute(self, flops: float, gpus: int) -> float:
@@ -197,11 +202,11 @@ class Estimate:
         serving = f"{self.serving} serving"
         held = f"{self.weights / self.serving / GIB:.1f} weights + {self.cache() / GIB:.1f} cache"
         whole, sharded = self.trainer(1) / GIB, self.trainer(self.trainers) / GIB
-        trainer = f"{held}; trainer {whole:.1f}" + (f" ({sharded:.1f} with a sharded base)" if self.trainers > 1 else "")
+        trainer = f"{held}; trainer {whole:.1f}"
+        trainer += f" ({sharded:.1f} with a sharded base)" if self.trainers > 1 else ""
         agent = "max(model, steps * command / workers) + grading"
         images = f"{self.instances * self.plan.instance_disk_gib:.0f} GiB of images"
-        saved = self.plan.capabilities * self.sizes.lora_parameters(self.rank) * (3 * FP32 * 2 + BF16) / GIB
-        training = f"{saved:.0f} GiB of checkpoints, {self.weights / GIB:.0f} GiB for the export on another disk"
+        training = f"{self.saved_gib():.0f} GiB of checkpoints, {self.weights / GIB:.0f} GiB of export on another disk"
         return [
             Row("1 baseline", serving, held, self.run_agent() / HOURS, agent, images),
             Row("2 mining", serving, held, self.mine() / HOURS, "prefill + decode of N labellings", "< 1 GiB"),
@@ -217,13 +222,14 @@ class Estimate:
     def facts(self) -> list[str]:
         z, p = self.sizes, self.plan
         lora = z.lora_parameters(self.rank)
+        serve, learn = lora * BF16 / GIB, lora * ADAM_BYTES / GIB
         context = f"{self.context * z.kv_bytes / GIB:.2f} GiB per context of {self.context}"
         return [
             f"{z.parameters / 1e9:.2f} B parameters of the language model, {self.weights / GIB:.1f} GiB in bf16",
             f"keys and values {z.kv_bytes / 1024:.0f} KiB per token, {context}; "
             f"recurrent states {z.state_bytes / 2**20:.0f} MiB per sequence",
-            f"one adapter of rank {self.rank} on all linears: {lora / 1e6:.0f} M parameters, {lora * BF16 / GIB:.2f} GiB "
-            f"served, {lora * ADAM_BYTES / GIB:.2f} GiB with gradients and moments",
+            f"one adapter of rank {self.rank} on all linears: {lora / 1e6:.0f} M parameters, {serve:.2f} GiB served, "
+            f"{learn:.2f} GiB with gradients and moments",
             f"gates for {p.capabilities} adapters: {z.gate_parameters(p.capabilities):,} parameters",
         ]
 

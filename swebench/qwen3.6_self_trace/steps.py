@@ -88,7 +88,8 @@ def run_steps(folder: Path, steps: Sequence[Step]) -> int:
         fingerprint, begin = step.fingerprint(), time.monotonic()
         code = call(step.line(), step.environment)
         if code not in step.good_codes:
-            sys.stderr.write(f"error: step {step.name} ended with exit code {code}; the same command goes on from it\n")
+            if code != 1:  # 1 is a verdict, and the step has said why
+                sys.stderr.write(f"error: step {step.name} ended with exit code {code}; the same command goes on\n")
             return code
         missing = [path for path in step.outputs if not path.exists()]
         if missing:

@@ -1,0 +1,136 @@
+"""Checks that several phases make in their dry run: the server and its model, free disk, keys, capability names."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from run_folder import RunFolder
+from run_settings import RunSettings
+
+from pipeline.files import InputError, ServerError, read_json
+from pipeline.labels import NAME
+from pipeline.selection_export import read_entries
+
+SERVER_TIMEOUT_S = 20.0
+GIB = 1024**3
+HERE = "python swebench/qwen3.6_self_trace"
+
+
+def served_models(base_url: str, api_key: str = "") -> list[str]:
+    """Names that an OpenAI-compatible server serves.
+
+    Raises:
+        ServerError: it does not answer, or not as such a server.
+    """
+    root = base_url.rstrip("/").removesuffix("/v1")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    request = urllib.request.Request(f"{root}/v1/models", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=SERVER_TIMEOUT_S) as response:
+            data: Any = json.loads(response.read())
+        return [str(entry["id"]) for entry in data["data"]]
+    except urllib.error.HTTPError as error:
+        raise ServerError(f"{root}: /v1/models answered HTTP {error.code}; check the key and the URL") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ServerError(f"{root}: no answer ({reason}); start the server, or set VLLM_BASE_URL") from None
+    except (KeyError, TypeError):
+        raise ServerError(f"{root}: /v1/models gives no list of models; check the URL") from None
+
+
+def require_model(base_url: str, model: str, api_key: str = "") -> str:
+    """Refuse a model name that the server does not serve, before hours are spent; the text says what was found.
+
+    Raises:
+        InputError: the server serves other names. ServerError: it does not answer.
+    """
+    if not base_url.startswith(("http://", "https://")):
+        raise InputError(f"base_url: expected http://HOST:PORT, found {base_url!r}")
+    names = served_models(base_url, api_key)
+    if model not in names:
+        raise InputError(f"{base_url} does not serve {model!r}; it serves {', '.join(names) or 'nothing'}")
+    return f"{model} at {base_url}"
+
+
+def api_key(settings: RunSettings) -> str:
+    return os.environ.get(settings.model.api_key_env, "")
+
+
+def export_key(settings: RunSettings) -> None:
+    """Commands of the stages read the key from VLLM_API_KEY; it goes to them as a variable, never into a file."""
+    if key := api_key(settings):
+        os.environ["VLLM_API_KEY"] = key
+
+
+def require_disk(folder: Path, wanted_gib: float) -> str:
+    """Free space where ``folder`` is, or will be.
+
+    Raises:
+        InputError: less than ``wanted_gib``.
+    """
+    place = next(p for p in (folder, *folder.parents) if p.exists())
+    free = shutil.disk_usage(place).free / GIB
+    if free < wanted_gib:
+        raise InputError(f"{place}: {free:.1f} GiB are free, {wanted_gib:.1f} are needed; make room or set output_root")
+    return f"{free:.0f} GiB free at {place}"
+
+
+def require_file(path: Path, what: str, command: str) -> Path:
+    """A file or folder of an earlier phase.
+
+    Raises:
+        InputError: it is missing; the text names the command that makes it.
+    """
+    if not path.exists():
+        raise InputError(f"{what} {path}: not found; run {HERE}/{command}")
+    return path
+
+
+def command_of(script: str, folder: RunFolder, settings: RunSettings) -> str:
+    """How to call another phase on this run, for error messages."""
+    default = folder.root.name == settings.run_name
+    return f"{script} --run-name {settings.run_name}" if default else f"{script} --run-dir {folder.root}"
+
+
+def capability_name(text: str) -> str:
+    """``text``, when it can be a capability's name (it becomes a folder).
+
+    Raises:
+        InputError: it cannot.
+    """
+    if not NAME.fullmatch(text):
+        raise InputError(f"capability {text!r}: expected snake_case of 2-5 words, as in selected_capabilities.json")
+    return text
+
+
+def names_of(text: str | None) -> list[str] | None:
+    """A comma list of capability names, None when it was not given."""
+    if text is None:
+        return None
+    names = [capability_name(part.strip()) for part in text.split(",") if part.strip()]
+    if not names or len(set(names)) != len(names):
+        raise InputError(f"--capabilities {text!r}: expected different names with commas between")
+    return names
+
+
+def selected_skills(folder: RunFolder) -> list[str]:
+    """Names in the selection of phase 2, best first."""
+    return [entry.skill for entry in read_entries(folder.selected)]
+
+
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """A JSON object of an earlier phase.
+
+    Raises:
+        InputError: it is something else.
+    """
+    data = read_json(path, what)
+    if not isinstance(data, dict):
+        raise InputError(f"{what} {path}: expected an object, found {str(data)[:40]!r}")
+    return data
