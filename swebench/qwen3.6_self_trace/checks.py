@@ -2,69 +2,44 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 from run_folder import RunFolder
+from run_server import require_served
 from run_settings import RunSettings
 
-from pipeline.files import InputError, ServerError, read_json
+from pipeline.files import InputError, read_json
 from pipeline.labels import NAME
 from pipeline.selection_export import read_entries
 
-SERVER_TIMEOUT_S = 20.0
 GIB = 1024**3
 HERE = "python swebench/qwen3.6_self_trace"
 
 
-def served_models(base_url: str, api_key: str = "") -> list[str]:
-    """Names that an OpenAI-compatible server serves.
-
-    Raises:
-        ServerError: it does not answer, or not as such a server.
-    """
-    root = base_url.rstrip("/").removesuffix("/v1")
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    request = urllib.request.Request(f"{root}/v1/models", headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=SERVER_TIMEOUT_S) as response:
-            data: Any = json.loads(response.read())
-        return [str(entry["id"]) for entry in data["data"]]
-    except urllib.error.HTTPError as error:
-        raise ServerError(f"{root}: /v1/models answered HTTP {error.code}; check the key and the URL") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise ServerError(f"{root}: no answer ({reason}); start the server, or set VLLM_BASE_URL") from None
-    except (KeyError, TypeError):
-        raise ServerError(f"{root}: /v1/models gives no list of models; check the URL") from None
-
-
-def require_model(base_url: str, model: str, api_key: str = "") -> str:
+def require_model(settings: RunSettings, base_url: str | None = None, model: str | None = None) -> str:
     """Refuse a model name that the server does not serve, before hours are spent; the text says what was found.
 
+    Args:
+        base_url: of another server than the run's own. model: another model than the run's own.
+
     Raises:
-        InputError: the server serves other names. ServerError: it does not answer.
+        InputError: not a URL. ServerError: no answer, or other names are served.
     """
-    if not base_url.startswith(("http://", "https://")):
-        raise InputError(f"base_url: expected http://HOST:PORT, found {base_url!r}")
-    names = served_models(base_url, api_key)
-    if model not in names:
-        raise InputError(f"{base_url} does not serve {model!r}; it serves {', '.join(names) or 'nothing'}")
-    return f"{model} at {base_url}"
-
-
-def api_key(settings: RunSettings) -> str:
-    return os.environ.get(settings.model.api_key_env, "")
+    place = settings.model.model_copy(
+        update={"base_url": base_url or settings.model.base_url, "name": model or settings.model.name}
+    )
+    if not place.base_url.startswith(("http://", "https://")):
+        raise InputError(f"base_url: expected http://HOST:PORT, found {place.base_url!r}")
+    require_served(settings.model_copy(update={"model": place}), place.name)
+    return f"{place.name} at {place.base_url}"
 
 
 def export_key(settings: RunSettings) -> None:
     """Commands of the stages read the key from VLLM_API_KEY; it goes to them as a variable, never into a file."""
-    if key := api_key(settings):
+    if key := os.environ.get(settings.model.api_key_env, ""):
         os.environ["VLLM_API_KEY"] = key
 
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import agent_mining
-from checks import HERE, api_key, command_of, export_key, require_disk, require_file, require_model
+from checks import HERE, command_of, export_key, require_disk, require_file, require_model
 from run_folder import DryRun, RunFolder, open_phase, phase_parser, read_run
 from run_settings import RunSettings
 from steps import Step, run_steps
@@ -216,7 +216,7 @@ def dry_run(args: argparse.Namespace, folder: RunFolder, settings: RunSettings) 
             found.append(f"{len([require_input(Path(p)) for p in args.labels if '*' not in p])} named")
     else:
         with checks.checking("labelling server") as found:
-            found.append(require_model(*labeller(settings), api_key(settings)))
+            found.append(require_model(settings, *labeller(settings)))
     with checks.checking("disk") as found:
         found.append(require_disk(folder.phase2, 1.0))
     return checks.exit_code
@@ -228,12 +228,11 @@ def both_outcomes(records: list[Record]) -> str:
     Raises:
         InputError: one side is empty: there is nothing to contrast.
     """
-    counts: dict[str, Any] = {side: 0 for side in ("passed", "failed", "infrastructure", "unknown")}
-    for record in records:
-        counts[str(record.outcome) if record.messages else "unknown"] += 1
+    counts = Counter(str(r.outcome) if r.messages else f"{r.outcome} without a trajectory" for r in records)
     if not (counts["passed"] and counts["failed"]):
-        raise InputError(f"expected passed and failed trajectories with messages, found {counts}; add results")
-    return ", ".join(f"{n} {side}" for side, n in counts.items() if n)
+        found = ", ".join(f"{n} {side}" for side, n in sorted(counts.items())) or "none"
+        raise InputError(f"expected passed and failed trajectories to contrast, found {found}; add results")
+    return ", ".join(f"{n} {side}" for side, n in sorted(counts.items()))
 
 
 def main() -> int:

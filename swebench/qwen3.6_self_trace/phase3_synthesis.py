@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 
 from checks import (
-    api_key,
     capability_name,
     command_of,
     export_key,
@@ -140,9 +139,9 @@ def dry_run(args: argparse.Namespace, folder: RunFolder, settings: RunSettings) 
     with checks.checking("capability") as found:
         found.append(describe(args, folder, settings)[:80])
     with checks.checking("solving server") as found:
-        found.append(require_model(settings.model.base_url, settings.model.name, api_key(settings)))
+        found.append(require_model(settings))
     with checks.checking("writing server") as found:
-        found.append(require_model(*writer(settings), api_key(settings)))
+        found.append(require_model(settings, *writer(settings)))
     with checks.checking("sandbox") as found:
         found.append(sandbox.find_isolation("auto").kind)
     if args.use_shipped:

@@ -20,7 +20,7 @@ from typing import Any
 
 import generated_env
 import scenario_panel
-from checks import api_key, command_of, export_key, names_of, read_object, require_disk, require_file, require_model
+from checks import command_of, export_key, names_of, read_object, require_disk, require_file, require_model
 from run_folder import DryRun, RunFolder, open_phase, phase_parser
 from run_settings import RunSettings
 from steps import Step, run_steps
@@ -214,7 +214,7 @@ def dry_run(args: argparse.Namespace, folder: RunFolder, settings: RunSettings) 
         if settings.validation.engine == "local":
             found.append(str(require_local(settings)))
         else:
-            found.append(require_model(settings.model.base_url, settings.model.name, api_key(settings)))
+            found.append(require_model(settings))
     with checks.checking("disk") as found:
         found.append(require_disk(folder.phase4, 1.0))
     return checks.exit_code

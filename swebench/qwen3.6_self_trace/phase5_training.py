@@ -21,7 +21,6 @@ import generated_env
 import yaml
 from checks import (
     HERE,
-    api_key,
     command_of,
     export_key,
     names_of,
@@ -222,8 +221,7 @@ def dry_run(args: argparse.Namespace, folder: RunFolder, settings: RunSettings) 
         if settings.training.engine == "local":
             found.append(f"{require_local(settings)} in this process")
         else:
-            found += [require_model(url.strip(), settings.model.name, api_key(settings))
-                      for url in server_urls(settings).split(",")]  # fmt: skip
+            found += [require_model(settings, url.strip()) for url in server_urls(settings).split(",")]
     with checks.checking("GPUs") as found:
         found.append(require_gpus(settings))
     with checks.checking("disk") as found:
