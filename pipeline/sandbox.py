@@ -170,7 +170,7 @@ def command(
     outer += [] if own_uid else ["--unshare-user"]
     outer += ["--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox", "--cap-drop", "ALL"]
     outer += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if own_uid else []
-    outer += _system_binds()
+    outer += system_binds()
     for folder in sorted({str(p) for _, target in binds for p in Path(target).parents if p != Path("/")}):
         outer += ["--perms", "0755", "--dir", folder]  # bwrap's own default is 0700, closed to the sandbox's uid
     for source, target in binds:
@@ -224,7 +224,7 @@ def _readable(source: str) -> str:
     return str(copy)
 
 
-def _system_binds() -> list[str]:
+def system_binds() -> list[str]:
     """The system's libraries and this Python, read-only. Never /etc, /home, /root, /var, /run or /sys."""
     out = ["--ro-bind", "/usr", "/usr"]
     for name in ("/bin", "/lib", "/lib64", "/lib32"):

@@ -256,7 +256,7 @@ def phase_parser(description: str | None) -> Parser:
 
 
 def open_phase(args: argparse.Namespace) -> tuple[RunSettings, RunFolder]:
-    """Settings and folder from the flags of ``phase_parser``; ``VLLM_BASE_URL`` and ``VLLM_MODEL`` win over the file."""
+    """Settings and folder from the flags of ``phase_parser``; ``VLLM_BASE_URL`` and ``VLLM_MODEL`` win."""
     settings = load_settings(args.config, run_name=args.run_name)
     update = {"base_url": server_from_environment(), "name": os.environ.get("VLLM_MODEL")}
     model = settings.model.model_copy(update={key: value for key, value in update.items() if value})

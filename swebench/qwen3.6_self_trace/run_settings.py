@@ -36,12 +36,16 @@ Grader = Literal["harness", "modal", "local"]
 
 
 class DatasetSettings(SettingsModel):
-    """Which instances. ``name``: a Hugging Face data set, or a .json/.jsonl file (relative to the project)."""
+    """Which instances. ``name``: a Hugging Face data set, a .json/.jsonl file, or a folder of declared instances as
+    ``miniature/`` (paths start at the project). ``repositories``: a folder of Git repositories named by instance id,
+    for the backends without images; declared instances bring their own.
+    """
 
     name: str = "SWE-bench/SWE-bench_Verified"
     split: str = "test"
     expected_instances: Positive | None = 500  # a data set of another size is refused; null = any
     instances: list[str] | None = None  # only these ids; null = all
+    repositories: str | None = None
 
 
 class ModelSettings(SettingsModel):

@@ -25,12 +25,12 @@ from pipeline.swe_game import SYSTEM, oracle_text
 HERE = Path(__file__).resolve().parent
 CAPABILITIES = {
     "deep_call_graph_traversal": (
-        "Follow the calls from the symptom through several functions and modules to the line that decides it, and repair "
-        "there. Shown by reading the callees before an edit; lacking when the edit patches the place of the symptom."
+        "Follow the calls from the symptom through several functions and modules to the line that decides it, and "
+        "repair there. Shown by reading the callees before an edit; lacking when the edit patches the place of the symptom."
     ),
     "semantic_logic_precision": (
-        "Turn the stated rule into exact conditions: bounds, ties, order, empty input. Shown by an edit that covers every "
-        "case of the issue; lacking when the edit covers only its example."
+        "Turn the stated rule into exact conditions: bounds, ties, order, empty input. Shown by an edit that covers "
+        "every case of the issue; lacking when the edit covers only its example."
     ),
     "failure_reproduction_first": "Run the reported example and see it fail before any edit of the source is made.",
     "regression_test_running": "Run the tests of the repository after the last edit and before handing it in.",

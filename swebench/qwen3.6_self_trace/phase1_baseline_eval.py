@@ -1,0 +1,66 @@
+"""Phase 1: the base model on every instance. mini-swe-agent, the official harness, Pass@1 over all instances.
+
+    swebench/qwen3.6_self_trace/launch_phase1.sh                                       # with a server of its own
+    python swebench/qwen3.6_self_trace/phase1_baseline_eval.py --dry-run               # checks everything first
+    python swebench/qwen3.6_self_trace/phase1_baseline_eval.py --config configs/swebench_miniature.yaml
+
+Begins the run folder: freezes the instances and records the mine/score split. Resumes when it is called again; what
+ended in an infrastructure error is tried again. Exit codes: 0 = every instance ended and was graded, 1 = some ended in
+an infrastructure error, 2 = could not run.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from run_accounting import Account, table
+from run_dataset import dataset_digest, freeze
+from run_evaluation import Subject, Summary, check_evaluation, evaluate
+from run_folder import DryRun, RunFolder, open_phase, phase_parser, write_run
+from run_server import interrupt_on_term
+from run_settings import RunSettings
+
+from pipeline.files import run_cli
+
+
+def main() -> int:
+    args = phase_parser(__doc__).parse_args()
+    settings, folder = open_phase(args)
+    interrupt_on_term()
+    with folder.locked():
+        if args.dry_run:
+            return dry_run(settings, folder)
+        return run(settings, folder)
+
+
+def dry_run(settings: RunSettings, folder: RunFolder) -> int:
+    """Check all that the phase needs; the exit code."""
+    report = DryRun()
+    check_evaluation(report, settings, folder, settings.model.name)
+    return report.exit_code
+
+
+def run(settings: RunSettings, folder: RunFolder) -> int:
+    """Evaluate the base model on all instances; the exit code."""
+    instances = freeze(settings, folder)
+    record = write_run(folder, settings, [i.instance_id for i in instances], dataset_digest(instances))
+    subject = Subject("base", settings.model.name)
+    summary = evaluate(settings, folder, folder.phase1, instances, subject)
+    value = summary.to_account()
+    parts = {"mine": value.restrict(record.split.mine), "score": value.restrict(record.split.score)}
+    sys.stdout.write("\n".join(lines(summary, value, parts)) + "\n")
+    sys.stdout.write(f"report: {folder.phase1 / 'report.json'}, summary: {folder.phase1 / 'summary.json'}\n")
+    return 1 if value.ids("agent_error") or value.ids("harness_error") else 0
+
+
+def lines(summary: Summary, value: Account, parts: dict[str, Account]) -> list[str]:
+    """What the phase prints at its end."""
+    agents = summary.agents
+    out = table(f"{summary.model}, all", value)
+    out += [table(f"  {name} part", part)[0] for name, part in parts.items()]
+    out.append(f"  {agents['model_calls']} model calls, {agents['truncated_replies']} replies cut at max_tokens")
+    return out
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,262 @@
+"""One evaluation, of the base model (phase 1) or of a checkpoint (phase 6): agents, grading, summary.
+
+Both phases call ``evaluate``, so they cannot differ in how they run; the ``Protocol`` that each records says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import run_server
+from pydantic import BaseModel, ConfigDict, StrictStr
+from run_accounting import Account, End, account, of_reports
+from run_agent_config import WITHOUT_IMAGE, shared_config, source_repository
+from run_agents import AgentRun, read_outcomes, write_predictions
+from run_dataset import Instance, freeze
+from run_folder import DryRun, RunFolder, agent_versions
+from run_grading import grade, harness_summary, read_predictions
+from run_settings import RunSettings, digest
+
+from pipeline import sandbox
+from pipeline.files import InputError, check, read_json, write_json
+
+GIB = 1 << 30
+IMAGE_GIB = 2.5  # of one instance's image over the shared layers, about
+LOCAL_GIB = 0.05  # of one instance's trajectory, working copy and logs
+
+
+class Protocol(BaseModel):
+    """Everything that must be equal for two evaluations to be comparable; instances are compared one by one."""
+
+    model_config = ConfigDict(extra="forbid")
+    agent: dict[str, Any]
+    sampling: dict[str, Any]
+    grading: dict[str, Any]
+    versions: dict[str, StrictStr]
+
+    def digest(self) -> str:
+        return digest(self.model_dump(mode="json"))
+
+    def differences(self, other: Protocol) -> list[str]:
+        """Dotted names of the values that differ."""
+        mine, theirs = (_flat(p.model_dump(mode="json")) for p in (self, other))
+        return sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        out |= _flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+    return out
+
+
+def protocol_of(settings: RunSettings, config: Mapping[str, Any]) -> Protocol:
+    """The protocol of the settings and the agents' shared configuration. Workers, retries and ports are no part."""
+    return Protocol(
+        agent={"backend": settings.agent.backend, "config": dict(config)},
+        sampling=settings.sampling.model_dump(mode="json"),
+        grading={"backend": settings.grading.backend, "timeout_s": settings.grading.timeout_s},
+        versions=agent_versions(settings),
+    )
+
+
+class Summary(BaseModel):
+    """``summary.json`` of an evaluation. ``instances``: digest of each instance's row; ``ends``: what became of it."""
+
+    model_config = ConfigDict(extra="forbid")
+    schema_version: Literal[1] = 1
+    run_name: StrictStr
+    name: StrictStr
+    model: StrictStr
+    checkpoint: StrictStr | None
+    protocol: Protocol
+    protocol_digest: StrictStr
+    instances: dict[StrictStr, StrictStr]
+    ends: dict[StrictStr, End]
+    account: dict[str, Any]
+    agents: dict[str, Any]
+    harness: Any = None
+
+    def to_account(self) -> Account:
+        return Account(dict(self.ends))
+
+
+def read_summary(path: Path) -> Summary:
+    """Raises InputError when it is missing, does not fit, or its protocol was changed by hand."""
+    if not path.exists():
+        raise InputError(f"summary {path}: not found; run that evaluation to its end first")
+    summary = check(Summary, read_json(path, "summary"), f"summary {path}")
+    if summary.protocol.digest() != summary.protocol_digest:
+        raise InputError(f"summary {path}: its protocol does not match its digest; run the evaluation again")
+    return summary
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is evaluated: its name in the report, the name the server knows it by, and the checkpoint if any."""
+
+    name: str
+    served_name: str
+    checkpoint: str | None = None
+
+
+def evaluate(
+    settings: RunSettings, folder: RunFolder, out: Path, instances: Sequence[Instance], subject: Subject
+) -> Summary:
+    """Run, grade and account; resumable at every point.
+
+    Raises:
+        InputError: ``out`` holds an evaluation under another protocol or of another model.
+        ServerError: the server is not there, serves something else, or died.
+    """
+    config = shared_config(settings)
+    protocol = protocol_of(settings, config)
+    out.mkdir(parents=True, exist_ok=True)
+    _claim(out, protocol, subject)
+    ids = [i.instance_id for i in instances]
+    unfinished = [i for i in ids if (o := read_outcomes(out, [i]).get(i)) is None or o.kind == "infrastructure"]
+    if unfinished:
+        run_server.require_served(settings, subject.served_name)
+    outcomes = AgentRun(settings, folder, out, config, subject.served_name).run(instances) if unfinished else {}
+    outcomes = outcomes or read_outcomes(out, ids)
+    write_predictions(out, outcomes, subject.served_name)
+    reports = grade(settings, folder, out, instances)
+    value = account(ids, read_predictions(out / "preds.json"), of_reports(reports), outcomes)
+    summary = Summary(
+        run_name=settings.run_name,
+        name=subject.name,
+        model=subject.served_name,
+        checkpoint=subject.checkpoint,
+        protocol=protocol,
+        protocol_digest=protocol.digest(),
+        instances={i.instance_id: i.digest() for i in instances},
+        ends=value.ends,
+        account=value.to_json(),
+        agents={
+            "model_calls": sum(o.model_calls for o in outcomes.values()),
+            "truncated_replies": sum(o.truncated for o in outcomes.values()),
+            "seconds": round(sum(o.seconds for o in outcomes.values()), 1),
+        },
+        harness=harness_summary(out / "grading"),
+    )
+    write_json(out / "summary.json", summary.model_dump(mode="json"))
+    return summary
+
+
+def _claim(out: Path, protocol: Protocol, subject: Subject) -> None:
+    """Record what ``out`` is an evaluation of, before the first agent runs; refuse to mix two in one folder."""
+    path = out / "protocol.json"
+    if not path.exists():
+        record = {"schema_version": 1, "protocol": protocol.model_dump(mode="json"), "digest": protocol.digest()}
+        write_json(path, record | {"model": subject.served_name, "checkpoint": subject.checkpoint})
+        return
+    known = read_json(path, "protocol")
+    before = check(Protocol, known.get("protocol") if isinstance(known, dict) else None, f"protocol {path}")
+    if changed := before.differences(protocol):
+        shown = ", ".join(changed[:3])
+        raise InputError(f"{out}: was begun with another {shown}; choose another --run-name or restore the setting")
+    if known.get("model") != subject.served_name or known.get("checkpoint") != subject.checkpoint:
+        raise InputError(f"{out}: is an evaluation of {known.get('model')}; choose another name")
+
+
+def check_evaluation(report: DryRun, settings: RunSettings, folder: RunFolder, served_name: str | None) -> None:
+    """The lines of ``--dry-run`` that phases 1 and 6 share. ``served_name`` None: the server is started later."""
+    with report.checking("agents' environment") as found:
+        versions = agent_versions(settings)
+        found += [f"{name} {version}" for name, version in versions.items()]
+        absent = [name for name, version in versions.items() if version == "absent"]
+        if absent:
+            raise InputError(f"{absent[0]} is not installed in {settings.agent.python}; make .venv-agents/.installed")
+    with report.checking("agent configuration") as found:
+        shared_config(settings)
+        found.append(f"{settings.agent.base_config}, {settings.agent.step_limit} steps")
+    with report.checking("data set") as found:
+        instances = freeze(settings, folder)
+        found.append(f"{len(instances)} instances")
+    with report.checking("server") as found:
+        models = run_server.served(settings)
+        found.append(f"{settings.model.base_url}, {len(models)} models")
+    if served_name is not None:
+        with report.checking("model name") as found:
+            run_server.require_served(settings, served_name)
+            found.append(served_name)
+    with report.checking(f"agent backend {settings.agent.backend}") as found:
+        found.append(backend_ready(settings, folder, settings.agent.backend))
+    with report.checking(f"grading backend {settings.grading.backend}") as found:
+        found.append(backend_ready(settings, folder, settings.grading.backend))
+    with report.checking("disk space") as found:
+        found.append(disk_ready(settings, folder))
+    report.line("key", None, f"{settings.model.api_key_env} {'set' if _key(settings) else 'not set, none is sent'}")
+
+
+def _key(settings: RunSettings) -> bool:
+    return bool(os.environ.get(settings.model.api_key_env))
+
+
+COMMANDS = {"docker": ("docker", "info"), "harness": ("docker", "info"), "singularity": ("singularity", "--version")}
+REMEDIES = {
+    "docker": "start the Docker daemon, or use another agent.backend",
+    "harness": "start the Docker daemon, or use grading.backend modal",
+    "singularity": "install Singularity or Apptainer, or use another agent.backend",
+}
+
+
+def backend_ready(settings: RunSettings, folder: RunFolder, name: str) -> str:
+    """What was found of a backend.
+
+    Raises:
+        InputError: it cannot work here.
+    """
+    if name in COMMANDS:
+        program, *arguments = COMMANDS[name]
+        program = os.environ.get(f"MSWEA_{program.upper()}_EXECUTABLE", program)
+        path = shutil.which(program)
+        done = None if path is None else _quiet(path, *arguments)
+        if done is None or done.returncode != 0:
+            why = "not installed" if done is None else " ".join(done.stderr.split())[:120] or "does not answer"
+            raise InputError(f"{program}: {why}; {REMEDIES[name]}")
+        return str(path)
+    if name == "modal":
+        if not (os.environ.get("MODAL_TOKEN_ID") or (os.path.expanduser("~/.modal.toml") and _modal_file())):
+            raise InputError("no key of Modal; run `modal token new`, or set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET")
+        return "key found"
+    if name in (*WITHOUT_IMAGE, "local") and folder.dataset.exists():
+        for instance in freeze(settings, folder):
+            source_repository(settings, folder, instance.instance_id)
+    if name == "local" and settings.agent.backend == "local":
+        return "commands of the model run as this user, without a sandbox"
+    return f"sandbox {sandbox.find_isolation().kind}"
+
+
+def _modal_file() -> bool:
+    return Path("~/.modal.toml").expanduser().exists()
+
+
+def _quiet(*command: str) -> subprocess.CompletedProcess[str] | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def disk_ready(settings: RunSettings, folder: RunFolder) -> str:
+    """Free space and what the run may take.
+
+    Raises:
+        InputError: not enough.
+    """
+    n = settings.dataset.expected_instances or 1
+    with_images = settings.agent.backend == "docker" or settings.grading.backend == "harness"
+    wanted = n * (IMAGE_GIB if with_images else LOCAL_GIB)
+    existing = next(p for p in (folder.root, *folder.root.parents) if p.exists())
+    free = shutil.disk_usage(existing).free / GIB
+    if free < wanted:
+        raise InputError(f"{free:.0f} GiB free at {existing}, about {wanted:.0f} GiB needed for {n} instances")
+    return f"{free:.0f} GiB free, about {wanted:.1f} GiB needed"

@@ -1,0 +1,245 @@
+"""Grading of predictions: the official harness, or its report code over tests that run in a sandbox here.
+
+Both leave, in ``<out>/grading``, the official layout ``logs/run_evaluation/<run id>/<model>/<instance>/report.json``
+and the official run summary. ``<out>/report.json`` is all instance reports in one file, keyed by id (the keyed schema).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, StrictStr
+from run_agent_config import source_repository
+from run_dataset import Instance
+from run_folder import RunFolder, agent_python
+from run_settings import RunSettings
+
+from pipeline import sandbox
+from pipeline.command_line import ProgressLine
+from pipeline.files import InputError, ServerError, check, read_json, write_json, write_text
+from pipeline.readers.swebench import Report
+
+RUN_ID = "trace"
+DRIVER = Path(__file__).resolve().with_name("run_grading_driver.py")
+DRIVER_TIMEOUT_S = 600.0
+MEMORY_MB, PROCESSES, FILE_MB, TMP_MB, OUTPUT_MB = 1024, 64, 16, 128, 4.0
+TESTBED = "/tmp/testbed"  # the only place that a sandbox can write to
+
+# The harness' own steps: a pristine tree, the model's patch by the first of its four commands that works (each on a
+# pristine tree again), then the row's evaluation script, whose output is what is graded.
+PROCEDURE = """
+cp -r {repo} {testbed} && cd {testbed} || exit 97
+git config --global --add safe.directory '*'
+git checkout -q -f {commit} && git clean -q -fdx || exit 97
+applied=no
+for command in 'git apply --verbose' 'git apply --verbose --3way' 'git apply --verbose --reject' \
+    'patch --batch --forward --fuzz=5 -p1 -i'; do
+  if $command {patch} > /tmp/apply.log 2>&1; then applied=yes; break; fi
+  git checkout -q -- . ; git clean -q -fd
+done
+if [ $applied = no ]; then echo '>>>>> Patch Apply Failed'; cat /tmp/apply.log; exit 0; fi
+TESTBED={testbed} timeout {timeout} bash {script} 2>&1
+code=$?
+if [ $code = 124 ]; then echo '>>>>> Tests Timed Out'; fi
+exit 0
+"""
+
+
+class Prediction(BaseModel):
+    """An entry of ``preds.json``."""
+
+    model_config = ConfigDict(extra="ignore")
+    instance_id: StrictStr
+    model_name_or_path: StrictStr
+    model_patch: StrictStr | None
+
+
+def read_predictions(path: Path) -> dict[str, Prediction]:
+    """``preds.json`` as mini-swe-agent and this phase write it: an object by id, or a list.
+
+    Raises:
+        InputError: something else, or two predictions of one instance.
+    """
+    raw = read_json(path, "predictions")
+    entries = list(raw.values()) if isinstance(raw, dict) else raw
+    if not isinstance(entries, list):
+        raise InputError(f"predictions {path}: expected an object or a list, found {type(raw).__name__}")
+    found: dict[str, Prediction] = {}
+    for n, entry in enumerate(entries):
+        prediction = check(Prediction, entry, f"predictions {path}: {n}")
+        if prediction.instance_id in found:
+            raise InputError(f"predictions {path}: a second one of {prediction.instance_id}; keep one")
+        found[prediction.instance_id] = prediction
+    return found
+
+
+def grade(settings: RunSettings, folder: RunFolder, out: Path, instances: Sequence[Instance]) -> dict[str, Report]:
+    """Grade ``<out>/preds.json``; the report of each instance that was graded (those with a patch).
+
+    Raises:
+        InputError: the backend cannot work here.
+        ServerError: the harness failed as a whole.
+    """
+    predictions = read_predictions(out / "preds.json")
+    ids = [i.instance_id for i in instances]
+    unknown = sorted(set(predictions) - set(ids))
+    if unknown:
+        raise InputError(f"predictions {out / 'preds.json'}: {unknown[0]} is not among the instances; remove it")
+    where = out / "grading"
+    where.mkdir(parents=True, exist_ok=True)
+    _drop_stale(where, predictions)
+    if settings.grading.backend == "local":
+        _grade_here(settings, folder, where, instances, predictions)
+    else:
+        _grade_by_harness(settings, folder, out, where, ids)
+    reports = _collect(where, predictions)
+    write_json(out / "report.json", reports)
+    return {i: check(Report, report, f"report of {i}") for i, report in reports.items()}
+
+
+def log_folder(where: Path, prediction: Prediction) -> Path:
+    """Where the harness keeps what belongs to a prediction."""
+    model = prediction.model_name_or_path.replace("/", "__")
+    return where / "logs" / "run_evaluation" / RUN_ID / model / prediction.instance_id
+
+
+def _drop_stale(where: Path, predictions: Mapping[str, Prediction]) -> None:
+    """Remove reports of patches that have changed since (an instance that ended in an error was run again)."""
+    for prediction in predictions.values():
+        logs = log_folder(where, prediction)
+        patch = logs / "patch.diff"
+        if logs.exists() and not (patch.exists() and patch.read_text("utf-8") == (prediction.model_patch or "")):
+            shutil.rmtree(logs)
+
+
+def _collect(where: Path, predictions: Mapping[str, Prediction]) -> dict[str, Any]:
+    reports: dict[str, Any] = {}
+    for instance_id, prediction in sorted(predictions.items()):
+        path = log_folder(where, prediction) / "report.json"
+        if path.exists():
+            report = read_json(path, "report")
+            if not isinstance(report, dict) or instance_id not in report:
+                raise InputError(f"report {path}: expected an object with {instance_id}; delete it and grade again")
+            reports[instance_id] = report[instance_id]
+    return reports
+
+
+def _grade_by_harness(settings: RunSettings, folder: RunFolder, out: Path, where: Path, ids: Sequence[str]) -> None:
+    """``python -m swebench.harness.run_evaluation``, in ``where``: it writes its logs to the working directory."""
+    command = [agent_python(settings), "-m", "swebench.harness.run_evaluation", "--run_id", RUN_ID]
+    dataset, predictions = str(folder.dataset.resolve()), str((out / "preds.json").resolve())
+    command += ["--dataset_name", dataset, "--predictions_path", predictions]
+    command += ["--max_workers", str(settings.grading.workers), "--timeout", str(settings.grading.timeout_s)]
+    command += ["--modal", str(settings.grading.backend == "modal").lower(), "--report_dir", "."]
+    command += ["--instance_ids", *ids]
+    with open(where / "harness.log", "ab") as log:
+        code = subprocess.run(command, cwd=where, stdout=log, stderr=log, stdin=subprocess.DEVNULL).returncode
+    if code != 0:
+        tail = " ".join((where / "harness.log").read_text(errors="replace").split())[-300:]
+        raise ServerError(f"grading: the harness ended with {code}; {where / 'harness.log'} ends with: {tail}")
+
+
+def _grade_here(
+    settings: RunSettings,
+    folder: RunFolder,
+    where: Path,
+    instances: Sequence[Instance],
+    predictions: Mapping[str, Prediction],
+) -> None:
+    patched = [i for i in instances if i.instance_id in predictions and predictions[i.instance_id].model_patch]
+    for instance in patched:
+        if not isinstance(instance.row().get("eval_script"), str):
+            raise InputError(f"grading.backend local: {instance.instance_id} has no eval_script; use harness")
+    if not patched and not predictions:
+        return
+    job = {
+        "folder": str(where.resolve()),
+        "run_id": RUN_ID,
+        "instances": [i.row() for i in instances],
+        "predictions": {i: p.model_dump() for i, p in predictions.items()},
+    }
+    write_json(where / "job.json", job)
+    todo = [i for i in patched if not (log_folder(where, predictions[i.instance_id]) / "test_output.txt").exists()]
+    if todo:
+        _drive(settings, where, "scripts")
+    progress = ProgressLine("grading", len(patched))
+    progress.advance(len(patched) - len(todo))
+    with concurrent.futures.ThreadPoolExecutor(min(settings.grading.workers, os.cpu_count() or 1)) as pool:
+        futures = [pool.submit(_test, settings, folder, where, i, predictions[i.instance_id]) for i in todo]
+        for future in concurrent.futures.as_completed(futures):
+            future.result()
+            progress.advance()
+    progress.close()
+    _drive(settings, where, "reports")
+
+
+def _drive(settings: RunSettings, where: Path, step: str) -> None:
+    command = [agent_python(settings), "-I", str(DRIVER), step, str((where / "job.json").resolve())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_TIMEOUT_S, cwd=where)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ServerError(f"grading: the official report code failed ({last[:300]})")
+
+
+def _test(settings: RunSettings, folder: RunFolder, where: Path, instance: Instance, prediction: Prediction) -> None:
+    """Run the tests of one instance in a sandbox; its output goes to ``test_output.txt``, written last."""
+    logs = log_folder(where, prediction)
+    logs.mkdir(parents=True, exist_ok=True)
+    write_text(logs / "patch.diff", prediction.model_patch or "")
+    output = run_tests(settings, folder, instance, logs / "patch.diff")
+    write_text(logs / "test_output.txt", output.encode("utf-8", "replace").decode())
+
+
+def run_tests(settings: RunSettings, folder: RunFolder, instance: Instance, patch: Path) -> str:
+    """Output of the evaluation script ``eval.sh`` beside ``patch``, on the pristine base commit with ``patch`` applied.
+
+    The sandbox has no network, no variables of ours, and sees the repository, the patch and the script read-only.
+
+    Raises:
+        InputError: there is no sandbox or repository.
+    """
+    names = {name: f"/trace/grading/{name}" for name in ("repo", "patch.diff", "eval.sh")}
+    binds = [
+        (str(source_repository(settings, folder, instance.instance_id)), names["repo"]),
+        (str(patch), names["patch.diff"]),
+        (str(patch.with_name("eval.sh")), names["eval.sh"]),
+    ]
+    procedure = PROCEDURE.format(
+        repo=names["repo"],
+        testbed=TESTBED,
+        commit=instance.base_commit,
+        patch=names["patch.diff"],
+        script=names["eval.sh"],
+        timeout=settings.grading.timeout_s,
+    )
+    limits = sandbox.Limits(
+        wall_s=settings.grading.timeout_s + 60.0,
+        cpu_s=settings.grading.timeout_s + 60,
+        memory_mb=MEMORY_MB,
+        processes=PROCESSES,
+        file_mb=FILE_MB,
+        tmp_mb=TMP_MB,
+        output_mb=OUTPUT_MB,
+    )
+    python = str(Path(sandbox.PYTHON).parent)
+    environment = {"PATH": f"{python}:/usr/bin:/bin", "GIT_CONFIG_NOSYSTEM": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = sandbox.run(["/usr/bin/bash", "-c", procedure], limits=limits, binds=binds, environment=environment)
+    output = (done.stdout + done.stderr).decode("utf-8", "replace")
+    if done.returncode == 97:
+        raise InputError(f"grading of {instance.instance_id}: the base commit cannot be laid out ({output[-200:]})")
+    if done.stopped is not None:
+        output += f"\n>>>>> Tests Timed Out\n(stopped at the limit {done.stopped})\n"
+    return output
+
+
+def harness_summary(where: Path) -> Any:
+    """The official run summary, where the harness wrote one."""
+    found = sorted(where.glob(f"*.{RUN_ID}.json"))
+    return json.loads(found[0].read_text(encoding="utf-8")) if found else None

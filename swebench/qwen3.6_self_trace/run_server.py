@@ -1,0 +1,200 @@
+"""The model's server: is it there, what does it serve, and a server of our own that ends with the command it is for.
+
+    python swebench/qwen3.6_self_trace/run_server.py --config C -- python phase1_baseline_eval.py --config C
+
+starts vLLM with the configuration's flags, waits until it is healthy, runs the command with ``VLLM_BASE_URL`` set, and
+stops the server that it started, by its process id, however the command ends. Where ``VLLM_BASE_URL`` is set already,
+that server is used and left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from run_folder import open_phase, phase_parser, server_from_environment
+from run_settings import RunSettings
+
+from pipeline.files import InputError, ServerError, run_cli
+
+PROBE_TIMEOUT_S = 10.0
+POLL_S = 0.5
+STOP_GRACE_S = 30.0  # vLLM ends its workers and frees the GPUs
+LOG_CHARS = 400  # of a dead server's log that are shown
+
+
+def root_url(base_url: str) -> str:
+    """``base_url`` without ``/v1``."""
+    return base_url.rstrip("/").removesuffix("/v1")
+
+
+def request(settings: RunSettings, path: str, body: Any = None, timeout_s: float = PROBE_TIMEOUT_S) -> bytes:
+    """GET, or POST of JSON, to the server.
+
+    Raises:
+        ServerError: no answer, or one that says no.
+    """
+    url = root_url(settings.model.base_url) + path
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get(settings.model.api_key_env):
+        headers["Authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=timeout_s) as answer:
+            return bytes(answer.read())
+    except urllib.error.HTTPError as error:
+        text = " ".join(error.read().decode(errors="replace").split())[:200]
+        raise ServerError(f"server {url}: answered {error.code} ({text}); check the server and its key") from None
+    except (OSError, ValueError) as error:
+        raise ServerError(f"server {url}: no answer ({error}); start it, or set VLLM_BASE_URL") from None
+
+
+def alive(settings: RunSettings) -> bool:
+    """Whether the server answers at all."""
+    try:
+        request(settings, "/v1/models")
+    except ServerError:
+        return False
+    return True
+
+
+def served(settings: RunSettings) -> dict[str, dict[str, Any]]:
+    """What the server offers: model name -> its entry of ``/v1/models``.
+
+    Raises:
+        ServerError: no server, or an answer that is none of ``/v1/models``.
+    """
+    raw = request(settings, "/v1/models")
+    try:
+        return {str(entry["id"]): dict(entry) for entry in json.loads(raw)["data"]}
+    except (ValueError, KeyError, TypeError):
+        raise ServerError(f"server {settings.model.base_url}: /v1/models answered no list of models") from None
+
+
+def require_served(settings: RunSettings, name: str) -> None:
+    """Raises ServerError unless the server offers ``name``."""
+    names = served(settings)
+    if name not in names:
+        offered = ", ".join(sorted(names)) or "nothing"
+        url = settings.model.base_url
+        raise ServerError(f"server {url}: serves {offered}, not {name}; set VLLM_MODEL or model.name")
+
+
+def command_line(settings: RunSettings, model: str | None = None) -> list[str]:
+    """The command that starts the server; ``python`` means this Python."""
+    command = [sys.executable if part == "python" else part for part in settings.server.command]
+    return [*command, "--model", model or settings.model.name, *shlex.split(settings.server.args)]
+
+
+@contextlib.contextmanager
+def running(settings: RunSettings, log: Path, model: str | None = None) -> Iterator[int]:
+    """A server with the configuration's flags, healthy; its process id. Stopped at the end with all its children.
+
+    Raises:
+        InputError: the port is taken, or the command cannot be started.
+        ServerError: it died, or was not healthy in time.
+    """
+    if alive(settings):
+        raise InputError(f"server {settings.model.base_url}: already there; set VLLM_BASE_URL to use it, or stop it")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = command_line(settings, model)
+    try:
+        with open(log, "ab") as sink:
+            process = subprocess.Popen(
+                command, env=os.environ | settings.server.env, stdout=sink, stderr=sink, start_new_session=True
+            )
+    except OSError as error:
+        raise InputError(f"server.command {command[0]}: cannot be started ({error.strerror})") from None
+    try:
+        _wait(process, settings, log)
+        yield process.pid
+    finally:
+        stop(process)
+
+
+def _wait(process: subprocess.Popen[bytes], settings: RunSettings, log: Path) -> None:
+    deadline = time.monotonic() + settings.server.start_timeout_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            tail = " ".join(log.read_text(errors="replace").split())[-LOG_CHARS:]
+            raise ServerError(f"server: ended with {process.returncode} while starting; {log} ends with: {tail}")
+        if alive(settings):
+            return
+        time.sleep(POLL_S)
+    raise ServerError(f"server: not healthy within {settings.server.start_timeout_s:.0f} s; see {log}")
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process that was started as leader of its group, and the group."""
+    for sign, grace in ((signal.SIGTERM, STOP_GRACE_S), (signal.SIGKILL, STOP_GRACE_S)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace)
+            if sign == signal.SIGTERM:  # workers that ignored it
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            return
+
+
+def interrupt_on_term() -> None:
+    """Make SIGTERM end a command as Ctrl-C does, through its ``finally`` blocks."""
+
+    def handler(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, handler)
+
+
+def run_with_server(settings: RunSettings, log: Path, command: Sequence[str]) -> int:
+    """Exit code of ``command``, which runs beside a server: one that is there, or one of its own."""
+    if (there := server_from_environment()) is not None:
+        sys.stdout.write(f"server {there}: attached, will be left running\n")
+        return _run(command, os.environ.copy())
+    with running(settings, log) as pid:
+        sys.stdout.write(f"server {settings.model.base_url}: started as process {pid}, log {log}\n")
+        sys.stdout.flush()
+        code = _run(command, os.environ | {"VLLM_BASE_URL": settings.model.base_url})
+    sys.stdout.write(f"server: process {pid} stopped\n")
+    return code
+
+
+def _run(command: Sequence[str], env: dict[str, str]) -> int:
+    try:
+        process = subprocess.Popen(command, env=env)
+    except OSError as error:
+        raise InputError(f"command {command[0]}: cannot be started ({error.strerror})") from None
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        process.wait()
+        raise
+
+
+def main() -> int:
+    parser = phase_parser(__doc__)
+    parser.add_argument("command", nargs="+", metavar="-- command", help="what to run beside the server")
+    args = parser.parse_args()
+    settings, folder = open_phase(args)
+    interrupt_on_term()
+    if args.dry_run:
+        sys.stdout.write(shlex.join(command_line(settings)) + "\n")
+        return 0
+    return run_with_server(settings, folder.root / "server.log", args.command)
+
+
+if __name__ == "__main__":
+    run_cli(main)
