@@ -1,4 +1,6 @@
-"""Write the gate's configuration for a quickstart run: its adapters, and the rollouts of the last training iterations.
+"""Write the gate's configuration for a run: its adapters, and the rollouts of the last training iterations.
+
+    python examples/quickstart/gate_config.py --run runs/quickstart --model models/smollm2 --names a b
 """
 
 from __future__ import annotations
@@ -14,32 +16,39 @@ LAST = 4  # iterations whose rollouts the gate learns from: the adapters are nea
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="run folder")
     parser.add_argument("--model", required=True)
     parser.add_argument("--names", nargs="+", required=True, help="capabilities in slot order")
+    parser.add_argument("--train", type=Path, help="folder of the training run [RUN/train]")
+    parser.add_argument("--adapters", type=Path, help="folder of the adapters [RUN/adapters]")
+    parser.add_argument("--gate", default="gate", help="the gate goes to RUN/NAME [%(default)s]")
+    parser.add_argument("--steps", type=int, default=200, help="optimiser steps [%(default)s]")
+    parser.add_argument("--min-reward", type=float, default=1.0, help="of a rollout that teaches [%(default)s]")
     args = parser.parse_args()
-    recent = args.run / "gate_rollouts"
+    recent = args.run / f"{args.gate}_rollouts"
     recent.mkdir(parents=True, exist_ok=True)
     for old in recent.iterdir():
         old.unlink()
     for name in args.names:
-        logs = sorted((args.run / "train" / "rollouts").glob(f"{name}_[0-9]*.jsonl"))
+        folder = (args.train or args.run / "train") / "rollouts"
+        logs = sorted(folder.glob(f"{name}_[0-9]*.jsonl"))
         if not logs:
-            raise InputError(f"{args.run}/train/rollouts: no rollout log of {name}; train with rollout_log: true")
+            raise InputError(f"{folder}: no rollout log of {name}; train with rollout_log: true")
         for log in logs[-LAST:]:
             (recent / log.name).symlink_to(log.resolve())
     config = {
-        "run_name": "quickstart",
-        "output_dir": str(args.run / "gate"),
+        "run_name": args.run.name,
+        "output_dir": str(args.run / args.gate),
         "base_model": args.model,
-        "adapter_dir": str(args.run / "adapters"),
+        "adapter_dir": str(args.adapters or args.run / "adapters"),
         "adapter_names": args.names,
         "grpo_data_glob": str(recent / "*.jsonl"),
-        "total_steps": 200,  # three passes over so few episodes leave the gates at their base bias
-        "eval_every": 50,
+        "total_steps": args.steps,  # three passes over so few episodes leave the gates at their base bias
+        "eval_every": max(1, args.steps // 4),
+        "min_reward": args.min_reward,
     }
-    write_text(args.run / "moe_gate.yaml", yaml.safe_dump(config, sort_keys=False))
+    write_text(args.run / f"moe_{args.gate}.yaml", yaml.safe_dump(config, sort_keys=False))
     return 0
 
 

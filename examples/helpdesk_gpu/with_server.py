@@ -1,0 +1,80 @@
+"""Start a vLLM server, run a command in which SERVER_URL stands for its address, and end the server.
+
+    python examples/helpdesk_gpu/with_server.py --model runs/routed -- python -m train.evaluate ... SERVER_URL
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline.files import ServerError, run_cli
+
+START_S = 300.0
+FLAGS = "--dtype bfloat16 --max-model-len 4096 --gpu-memory-utilization 0.4 --enable-prefix-caching"
+
+
+@contextlib.contextmanager
+def server(model: str, flags: list[str]) -> Iterator[str]:
+    """The address of a server that lives as long as the block.
+
+    Raises:
+        ServerError: it did not come up; the last lines of its log are in the message.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
+    env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    with tempfile.NamedTemporaryFile(prefix="vllm_", suffix=".log") as log:
+        process = subprocess.Popen(
+            [*command, "--port", str(port), *flags], env=env, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_until_up(process, url, Path(log.name))
+            yield url
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path, limit_s: float = START_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2):
+            return
+        time.sleep(0.5)
+    tail = log.read_text(errors="replace")[-600:].replace("\n", " | ")
+    state = f"exited with {process.returncode}" if process.poll() is not None else f"not up within {limit_s:g} s"
+    raise ServerError(f"the vLLM server {state}: {tail}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder to serve")
+    parser.add_argument("--flags", default=FLAGS, help="of the server [%(default)s]")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    with server(args.model, args.flags.split()) as url:
+        return subprocess.run([url if part == "SERVER_URL" else part for part in command], check=False).returncode
+
+
+if __name__ == "__main__":
+    run_cli(main)
