@@ -5,7 +5,8 @@
         --server-flags '--load-format dummy --max-model-len 8192'
 
 The folder has a configuration, a ChatML tokenizer built here (bytes, then filler entries up to the vocabulary's size)
-and no weights: servers take random ones with ``--load-format dummy``, transformers with ``from_config``.
+and no weights: servers take random ones with ``--load-format dummy``, transformers with ``from_config``. Where a server
+and a trainer must agree on the weights, ``--weights`` writes random ones.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import itertools
 import string
 from pathlib import Path
 
-from pipeline.files import InputError, run_cli, write_json
+from pipeline.files import InputError, atomic_path, run_cli, write_json
 
 # Layers, hidden, intermediate, heads, key/value heads, head size: the published configurations.
 SHAPES = {
+    "tiny": (2, 64, 128, 4, 2, 16),
     "qwen3-0.6b": (28, 1024, 3072, 16, 8, 128),
+    "qwen3-4b-2layers": (2, 2560, 9728, 32, 8, 128),  # the layers of the 4B model, few enough for a CPU
     "qwen3-4b": (36, 2560, 9728, 32, 8, 128),
     "qwen3-8b": (36, 4096, 12288, 32, 8, 128),
 }
@@ -88,13 +91,35 @@ def write_folder(folder: Path, shape: str, vocabulary: int = VOCABULARY) -> None
     write_json(folder / "shape.json", {"schema_version": 1, "shape": shape, "weights": "none"})
 
 
+def write_weights(folder: Path, seed: int = 0) -> None:
+    """Random weights for ``folder`` as one bf16 safetensors file, made on the GPU where there is one."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    tied = model.config.tie_word_embeddings
+    state = {k: v.cpu() for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
+    with atomic_path(folder / "model.safetensors") as temporary:
+        save_file(state, str(temporary), metadata={"format": "pt"})
+    write_json(folder / "shape.json", {"schema_version": 1, "weights": "random", "seed": seed})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", required=True, help=", ".join(SHAPES))
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="[%(default)s]")
+    parser.add_argument("--weights", action="store_true", help="write random weights too")
     args = parser.parse_args()
-    write_folder(args.out, args.shape)
-    print(f"{args.out}: shape {args.shape}, no weights")
+    if not 512 <= args.vocabulary <= VOCABULARY:
+        raise InputError(f"--vocabulary {args.vocabulary}: expected 512 to {VOCABULARY}")
+    write_folder(args.out, args.shape, args.vocabulary)
+    if args.weights:
+        write_weights(args.out)
+    print(f"{args.out}: shape {args.shape}, {'random' if args.weights else 'no'} weights")
     return 0
 
 
