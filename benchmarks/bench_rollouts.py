@@ -193,7 +193,7 @@ async def time_delivery(engine: VllmEngine, model: str, prompt: list[int], rank:
     with tempfile.TemporaryDirectory(prefix="trace_bench_") as work:
         size = await asyncio.to_thread(random_adapter, model, Path(work) / "v", rank)
         await engine.load_adapter("bench_first", str(Path(work) / "v"))
-        logprobs = tuple(await engine.score(engine.pool.alive[0], tokens, "bench_first"))
+        logprobs = tuple(await engine.score(engine.pool.alive[0], tokens, range(1, len(tokens)), "bench_first"))
         delivery = AdapterDelivery(engine)
         for version in range(1, repeats + 1):
             canary = Canary(tokens, logprobs, tuple(x - 0.5 for x in logprobs))

@@ -203,10 +203,13 @@ class ScriptedServer:
         with self._counted():
             await asyncio.sleep(self.delay_s)
             prompt, limit = body["prompt"], body["max_tokens"]
-            ids = self.completion(prompt, body)
+            forced = body.get("allowed_token_ids")
+            ids = [forced[0]] if forced else self.completion(prompt, body)
             cut = len(ids) > limit or (len(ids) == limit and ids[-1] != STOP)
             ids = ids[:limit]
         logprobs = [self.logprob(i, body) for i in ids]
+        if forced:
+            logprobs = [self.prompt_logprob([*prompt, *ids], body["model"])[len(prompt)]]
         choice: dict[str, Any] = {
             "index": 0,
             "text": "",

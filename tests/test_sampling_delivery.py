@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from scripted_server import ScriptedServer
 
-from pipeline.files import InputError
-from train.delivery import AdapterDelivery, Canary, DeliveryError, adapter_name, compare_canary
+from pipeline.files import InputError, ServerError
+from train.delivery import SCORED_TOKENS, AdapterDelivery, Canary, DeliveryError, adapter_name, compare_canary
+from train.engine import SamplingParams
 from train.vllm_engine import VllmEngine
 from train.vllm_pool import PoolTimes
 
@@ -124,8 +125,79 @@ def test_delivery_reports_its_time_and_both_errors(scripted_server: ScriptedServ
     assert report.name == adapter_name("lookup", 1) == "lookup@v1"
     assert 0 < report.load_s <= report.seconds < 5
     assert report.canary.resolved and report.canary.error_new < report.canary.error_old
-    body = scripted_server.calls("/v1/completions")[-1]
-    assert body["model"] == "lookup@v1" and body["prompt"] == list(IDS) and body["prompt_logprobs"] == 0
+    bodies = scripted_server.calls("/v1/completions")
+    asked = {len(b["prompt"]): b for b in bodies}
+    assert len(bodies) == len(asked) == SCORED_TOKENS
+    for position, body in asked.items():
+        assert body["model"] == "lookup@v1" and body["prompt"] == list(IDS[:position]) and body["max_tokens"] == 1
+        assert body["allowed_token_ids"] == [IDS[position]] and "prompt_logprobs" not in body
+    gap = np.abs(new - old)
+    assert {i - 1 for i in asked} == set(np.argsort(-gap)[:SCORED_TOKENS].tolist())
+    assert report.canary.moved == pytest.approx(float(np.sqrt(np.mean(np.sort(gap)[-SCORED_TOKENS:] ** 2))))
+
+
+def test_prompt_log_probs_are_never_asked_of_a_server_that_samples(
+    scripted_server: ScriptedServer, tmp_path: Path
+) -> None:
+    """Where log-probs are processed, forced tokens all have 0: the whole prompt is scored, when nothing else runs."""
+    old, new = logprobs(0), logprobs(1, logprobs(0), 0.4)
+    serve(scripted_server, lambda model: logprobs(2, new, ROUNDING))
+    busy: list[int] = []
+
+    def processed(token: int, body: dict[str, Any]) -> float:
+        return -1.0 if body.get("temperature") == 2.0 else -0.5
+
+    def edit(answer: dict[str, Any]) -> dict[str, Any]:
+        choice = answer["choices"][0]
+        if "prompt_logprobs" in choice:
+            busy.append(scripted_server.in_flight)
+        elif choice["token_ids"][0] in IDS:
+            choice["logprobs"]["token_logprobs"] = [0.0]
+        return answer
+
+    scripted_server.logprob, scripted_server.edit, scripted_server.delay_s = processed, edit, 0.02
+
+    async def steps(delivery: AdapterDelivery) -> Any:
+        engine: Any = delivery.engine
+        stop = asyncio.Event()
+
+        async def turns(k: int) -> int:
+            done = 0
+            while not stop.is_set():
+                done += len((await engine.sample([5, 6, k], SamplingParams(4))).token_ids)
+            return done
+
+        running = [asyncio.create_task(turns(k)) for k in range(4)]
+        await asyncio.sleep(0.05)
+        reports = await asyncio.gather(
+            *(delivery.deliver(c, 1, folder(tmp_path, c), canary(new, old)) for c in ("a", "b"))
+        )
+        before = len(scripted_server.calls("/v1/completions"))
+        await asyncio.sleep(0.1)
+        assert len(scripted_server.calls("/v1/completions")) > before, "turns go on afterwards"
+        stop.set()
+        assert min(await asyncio.gather(*running)) > 0
+        return reports
+
+    for report in deliver(scripted_server, steps):
+        assert report.canary.resolved and not report.canary.wrong
+    assert busy == [0, 0]
+
+
+def test_a_server_that_ignores_the_forced_token_is_no_proof(scripted_server: ScriptedServer, tmp_path: Path) -> None:
+    old, new = logprobs(0), logprobs(1, logprobs(0), 0.4)
+
+    def edit(answer: dict[str, Any]) -> dict[str, Any]:
+        answer["choices"][0]["token_ids"] = [2]
+        return answer
+
+    scripted_server.edit = edit
+
+    async def steps(delivery: AdapterDelivery) -> None:
+        await delivery.deliver("a", 1, folder(tmp_path, "v1"), canary(new, old))
+
+    with pytest.raises(ServerError, match=r"cannot score a sequence .*allowed_token_ids"):
+        deliver(scripted_server, steps)
 
 
 def test_stale_weights_stop_the_run_with_both_numbers(scripted_server: ScriptedServer, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from train.lora import attach_adapter, lora_config
 from train.rollout import EnvironmentPool
 from train.run_log import RunLog, Tracker
 from train.user_llm import UserLLM
+from train.vllm_engine import VllmEngine
 
 
 def main() -> int:
@@ -185,6 +186,8 @@ async def _drive(config: TrainConfig, worker: Worker, model: Any, specs: dict[st
         folder = Path(config.output_dir)
         tracker = Tracker(config.report_to, folder, config.model_dump(mode="json"))
         log = RunLog(folder, {n: learner.iteration for n, learner in worker.learners.items()}, tracker)
+        if isinstance(engine, VllmEngine):
+            engine.pool.on_event = log.event
         try:
             await Trainer(config, worker, sampler, log, served, min(config.max_seq_length, context)).run()
         finally:

@@ -1,7 +1,7 @@
 """Adapter delivery: new weights reach every server under a new name, and a canary proves it.
 
 A canary is a fixed token sequence whose log-probs the trainer computes with its new and its old weights. After a load,
-the server's log-probs s of the same sequence must lie nearer to the new ones n than to the old ones o:
+the server's log-probs s of its tokens (of those that moved most) must lie nearer to the new ones n than to the old o:
 
     error_new = sqrt(mean (s - n)^2)     error_old = sqrt(mean (s - o)^2)     moved = sqrt(mean (n - o)^2)
 
@@ -28,6 +28,7 @@ from train.vllm_engine import VllmEngine
 
 KEEP_VERSIONS = 2  # the newest and the one before: a straggling episode of the old policy can still end its turn
 RESOLVED_Z = 10.0  # standard errors between "new" and "old"; the verdict at half way is then five of them off
+SCORED_TOKENS = 32  # of the canary: those that tell most
 MAX_ERROR = 0.5  # nats rms; no rounding does this, it is another model or another adapter
 
 
@@ -102,6 +103,12 @@ def compare_canary(server: Sequence[float], new: Sequence[float], old: Sequence[
     return CanaryResult(error_new, error_old, length / math.sqrt(d.size), length >= RESOLVED_Z * sigma)
 
 
+def most_moved(new: Sequence[float], old: Sequence[float], count: int = SCORED_TOKENS) -> list[int]:
+    """Indices of the ``count`` largest |new - old|, ascending: where the two weights can be told apart best."""
+    distance = np.abs(np.asarray(new, dtype=np.float64) - np.asarray(old, dtype=np.float64))
+    return sorted(np.argsort(-distance, kind="stable")[:count].tolist())
+
+
 class AdapterDelivery:
     """Delivers versions of adapters to one engine, unloads old ones, and keeps the times.
 
@@ -144,16 +151,19 @@ class AdapterDelivery:
         reference = self._references.get(capability, canary.old_logprobs)
         if len(reference) != len(canary.new_logprobs):  # the caller changed its sequence
             reference = canary.old_logprobs
+        chosen = most_moved(canary.new_logprobs, reference)
+        new, old = ([vector[i] for i in chosen] for vector in (canary.new_logprobs, reference))
         live = engine.pool.alive
         scores = await asyncio.gather(
-            *(engine.score(server, canary.token_ids, name) for server in live), return_exceptions=True
+            *(engine.score(server, canary.token_ids, [i + 1 for i in chosen], name) for server in live),
+            return_exceptions=True,
         )
         for server, score in zip(live, scores, strict=True):
             # a server that died meanwhile loads the adapter when it returns; any other fault is one of this delivery
             if isinstance(score, BaseException) and (server.alive or not engine.pool.alive):
                 raise score
         judged = [(s, score) for s, score in zip(live, scores, strict=True) if not isinstance(score, BaseException)]
-        results = [compare_canary(score, canary.new_logprobs, reference) for _, score in judged]
+        results = [compare_canary(score, new, old) for _, score in judged]
         for (server, _), result in zip(judged, results, strict=True):
             if result.wrong:
                 raise DeliveryError(

@@ -1,4 +1,4 @@
-"""What a training run leaves behind: metrics, a progress line, and warnings that a person understands."""
+"""What a training run leaves behind: metrics, events, a progress line, and warnings that a person understands."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from pipeline.files import InputError, JsonlLog, read_jsonl, write_text
 
 PATIENCE = 3  # iterations in a row before a warning
+SHOWN_EVENTS = ("server lost", "server back")
 
 
 class Tracker:
@@ -74,6 +75,9 @@ class RunLog:
             ]
         write_text(path, "".join(json.dumps(r) + "\n" for r in kept) or "\n")
         self._log = JsonlLog(path)
+        self._events_path = folder / "events.jsonl"
+        self._events: JsonlLog | None = None
+        self._closed = False
         self._tracker = tracker
         self._stream = stream or sys.stderr
         self._begin = time.perf_counter()
@@ -113,6 +117,16 @@ class RunLog:
         self._log.append({"adapter": adapter, "iteration": iteration, **{f"eval_{k}": v for k, v in values.items()}})
         self.say(f"[{adapter} {iteration}] held out: " + " ".join(f"{k} {v:.3f}" for k, v in values.items()))
 
+    def event(self, record: dict[str, Any]) -> None:
+        """Append to ``events.jsonl`` what happened beside the iterations (adapters, servers), with the time of day."""
+        if self._closed:  # what goes on while everything is being put away
+            return
+        if self._events is None:
+            self._events = JsonlLog(self._events_path)
+        self._events.append({"time": round(time.time(), 3), **record})
+        if record["event"] in SHOWN_EVENTS:
+            self.say(f"{record['event']}: {record['server']}" + (f" ({record['why']})" if "why" in record else ""))
+
     def _warnings(self, adapter: str, metrics: dict[str, float]) -> list[str]:
         found = []
         if metrics.get("nonfinite"):
@@ -127,7 +141,10 @@ class RunLog:
         return found
 
     def close(self) -> None:
+        self._closed = True
         self._log.close()
+        if self._events is not None:
+            self._events.close()
 
 
 def lasting_faults(recent: list[dict[str, float]]) -> list[str]:

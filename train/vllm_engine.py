@@ -25,7 +25,9 @@ from train.vllm_protocol import (
     ServedModels,
     completion_request,
     count_engines,
+    forced_request,
     parse_base_urls,
+    read_forced,
     read_models,
     read_prompt_logprobs,
     read_sample,
@@ -185,6 +187,7 @@ class VllmEngine:
             server = await self.pool.choose(prompt_ids, salt, avoid=failed)
             try:
                 await self._check_logprobs(server, prompt_ids, params.temperature)
+                await server.open.wait()
                 payload = await self.pool.request(server, "POST", "/v1/completions", body)
                 sample = read_sample(payload, prompt_ids, params, self.stop_token_ids)
                 self.n_sampled_tokens += len(sample.token_ids)
@@ -303,6 +306,7 @@ class VllmEngine:
         return True
 
     async def _load_on(self, server: Server, name: str, folder: str) -> None:
+        self.pool.note(server, "load", adapter=name)
         body = {"lora_name": name, "lora_path": folder}
         try:
             await self.pool.request_retrying(server, "POST", "/v1/load_lora_adapter", body)
@@ -322,8 +326,10 @@ class VllmEngine:
                 raise InputError(f"{error.detail}; {remedy}") from None
             raise
         server.adapters[name] = folder
+        self.pool.note(server, "loaded", adapter=name)
 
     async def _post_unload(self, server: Server, name: str) -> None:
+        self.pool.note(server, "unload", adapter=name, in_flight=self._busy[name])
         with contextlib.suppress(RefusedRequest, TransientFault, ServerLost):  # an unknown name is what we want anyway
             await self.pool.request(server, "POST", "/v1/unload_lora_adapter", {"lora_name": name}, 30.0)
         server.adapters.pop(name, None)
@@ -358,16 +364,34 @@ class VllmEngine:
 
     # ------------------------------------------------------------------ scoring
 
-    async def score(self, server: Server, token_ids: Sequence[int], adapter: str | None = None) -> list[float]:
-        """Log-probs (temperature 1) of ``token_ids[1:]`` on one server, prefix cache bypassed.
+    async def score(
+        self, server: Server, token_ids: Sequence[int], positions: Sequence[int], adapter: str | None = None
+    ) -> list[float]:
+        """Log-probs (temperature 1) of ``token_ids[i]`` for i in ``positions`` on one server, with a cache of its own.
+
+        Every position is a request that may sample this token only. Prompt log-probs in one request would do less work,
+        but they kill a LoRA server that samples for others at the same time: in vLLM 0.22-0.32 the LoRA kernel of the
+        logits takes the rows of the sampled tokens of the whole batch for rows of the prompt, and when the batch has
+        more of them it reads and writes outside of the prompt's logits. So prompt log-probs are asked for only where
+        forced tokens tell nothing (processed log-probs, all 0), after all else there has ended.
 
         Raises:
             ServerError: the server fails; InputError: it does not know the adapter.
         """
-        body = scoring_request(adapter or self.model, token_ids, self._salts[adapter])
+        model, salt = adapter or self.model, secrets.token_hex(8)
+        self.pool.note(server, "check", adapter=adapter)
         try:
-            payload = await self.pool.request_retrying(server, "POST", "/v1/completions", body)
-            return read_prompt_logprobs(payload, token_ids)
+            longest = max(positions)  # first, so that the others find their prompts computed
+            found = {longest: await self._force(server, model, token_ids, longest, salt)}
+            if server.processed_logprobs is None and found[longest] == 0.0:
+                server.processed_logprobs = await self._scales_logprobs(server, token_ids)
+            if server.processed_logprobs:
+                everything = await self._score_alone(server, scoring_request(model, token_ids, salt), token_ids)
+                return [everything[i - 1] for i in positions]
+            rest = [i for i in positions if i != longest]
+            scores = await asyncio.gather(*(self._force(server, model, token_ids, i, salt) for i in rest))
+            found |= dict(zip(rest, scores, strict=True))
+            return [found[i] for i in positions]
         except RefusedRequest as error:
             raise InputError(
                 f"{error.detail}; {server.url} forgot adapter {adapter!r}: "
@@ -375,6 +399,23 @@ class VllmEngine:
             ) from None
         except (TransientFault, ServerLost, NonsenseAnswer) as error:
             raise ServerError(f"{server.url}: cannot score a sequence ({error})") from None
+
+    async def _force(self, server: Server, model: str, token_ids: Sequence[int], position: int, salt: str) -> float:
+        prompt, token = list(token_ids[:position]), token_ids[position]
+        body = forced_request(model, prompt, token, salt)
+        return read_forced(await self.pool.request_retrying(server, "POST", "/v1/completions", body), prompt, token)
+
+    async def _score_alone(self, server: Server, body: dict[str, Any], token_ids: Sequence[int]) -> list[float]:
+        """Prompt log-probs while no turn runs on this server: new ones wait, those in flight end first."""
+        async with server.quiet:
+            server.open.clear()
+            try:
+                while server.in_flight:
+                    await asyncio.wait(set(server.in_flight))
+                payload = await self.pool.request_retrying(server, "POST", "/v1/completions", body)
+            finally:
+                server.open.set()
+        return read_prompt_logprobs(payload, token_ids)
 
     # ------------------------------------------------------------------ counting
 

@@ -22,6 +22,7 @@ from train.prefix_routing import PrefixIndex, pick_server
 from train.vllm_protocol import NonsenseAnswer, error_message
 
 CONNECT_TIMEOUT_S = 10.0
+HISTORY = 4  # changes of adapters that are told when a server dies
 # uvicorn closes idle connections after 5 s; a client that keeps them longer writes into closed ones now and then.
 KEEPALIVE_S = 4.0
 
@@ -57,9 +58,21 @@ class RefusedRequest(RuntimeError):
         self.status, self.detail = status, detail
 
 
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @dataclasses.dataclass(eq=False)
 class Server:
-    """One base URL. ``adapters``: what is loaded there, name -> folder."""
+    """One base URL.
+
+    Args:
+        adapters: what is loaded there, name -> folder.
+        open: may a turn be sent there now? ``quiet`` is held by whoever closes it.
+        history: the last changes of adapters, (monotonic time, what).
+    """
 
     index: int
     url: str
@@ -70,6 +83,15 @@ class Server:
     adapters: dict[str, str] = dataclasses.field(default_factory=dict)
     processed_logprobs: bool | None = None
     n_answered: int = 0
+    open: asyncio.Event = dataclasses.field(default_factory=_set_event)
+    quiet: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    history: list[tuple[float, str]] = dataclasses.field(default_factory=list)
+
+    def doing(self) -> str:
+        """What was going on there: turns in flight and the last changes of adapters."""
+        now = time.monotonic()
+        changes = ", ".join(f"{what} {now - when:.1f} s before" for when, what in self.history)
+        return f"{len(self.in_flight)} requests in flight" + (f"; {changes}" if changes else "")
 
 
 class ServerPool:
@@ -101,6 +123,13 @@ class ServerPool:
         self._prober: asyncio.Task[None] | None = None
         self._changed: asyncio.Event = asyncio.Event()
         self._dead_since: float | None = None
+        self.on_event: Callable[[dict[str, Any]], None] = lambda event: None  # deaths, returns, changes of adapters
+
+    def note(self, server: Server, what: str, **fields: Any) -> None:
+        """Record a change of adapters on ``server``: the last ones are told when it dies."""
+        server.history.append((time.monotonic(), f"{what} {fields.get('adapter', '')}".strip()))
+        del server.history[:-HISTORY]
+        self.on_event({"event": what, "server": server.url, **fields})
 
     @property
     def alive(self) -> list[Server]:
@@ -230,7 +259,9 @@ class ServerPool:
         """Take a server out: no new requests, those in flight are cancelled and re-dispatched by their callers."""
         if not server.alive:
             return
-        server.alive, server.why_dead, server.processed_logprobs = False, why, None
+        server.alive, server.why_dead, server.processed_logprobs = False, f"{why}; {server.doing()}", None
+        self.on_event({"event": "server lost", "server": server.url, "why": server.why_dead})
+        server.history.clear()
         server.adapters.clear()
         self.prefixes.forget(server.index)
         self.n_deaths += 1
@@ -274,5 +305,6 @@ class ServerPool:
             server.why_dead = f"healthy again, but {error}"
             return
         server.alive = True
+        self.on_event({"event": "server back", "server": server.url})
         self._dead_since = None
         self._changed.set()

@@ -87,8 +87,32 @@ def completion_request(
     return body
 
 
+def forced_request(model: str, prompt_ids: Sequence[int], token: int, salt: str) -> dict[str, Any]:
+    """The body that asks for the log-prob of ``token`` after ``prompt_ids``: it is the only one that may be sampled.
+
+    Servers report the log-prob that it has among all tokens (raw log-probs are taken before the restriction).
+    """
+    body = completion_request(model, prompt_ids, SamplingParams(1, 0.0), (), salt)
+    return body | {"allowed_token_ids": [token]}
+
+
+def read_forced(payload: Any, prompt_ids: Sequence[int], token: int) -> float:
+    """The log-prob in the answer to ``forced_request``.
+
+    Raises:
+        NonsenseAnswer: as in ``read_sample``, or another token was sampled.
+    """
+    sample = read_sample(payload, prompt_ids, SamplingParams(1, 0.0), (token,))
+    if sample.token_ids != (token,):
+        raise NonsenseAnswer(f"allowed_token_ids [{token}]: the server sampled {list(sample.token_ids)}; {KNOWS_IDS}")
+    return sample.logprobs[0]
+
+
 def scoring_request(model: str, token_ids: Sequence[int], salt: str) -> dict[str, Any]:
-    """The body that asks for the log-prob of every given token (one more is sampled, as the server demands)."""
+    """The body that asks for the log-prob of every given token (one more is sampled, as the server demands).
+
+    For a server that does nothing else meanwhile: see ``VllmEngine.score``.
+    """
     return {
         "model": model,
         "prompt": list(token_ids),
