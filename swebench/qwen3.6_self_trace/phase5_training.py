@@ -150,13 +150,14 @@ def grpo_step(names: list[str], config: Path, folder: RunFolder, settings: RunSe
 def rollouts_step(name: str, folder: RunFolder, settings: RunSettings) -> Step:
     """Episodes of an adapter on its own environment; the successful ones teach the gate."""
     t, v = settings.training, settings.validation
+    new, longest = t.grpo.get("max_new_tokens", v.max_new_tokens), t.grpo.get("max_seq_length", v.max_seq_length)
     output = folder.phase5 / "rollouts" / f"{name}.json"
     n = len(generated_env.read_set(generated_env.validated(folder), name))
     flags = ["-m", "train.collect_rollouts", "--env", generated_env.game_of(name), "--model", base_model(settings)]
     flags += ["--adapter", f"{name}={folder.adapter(name)}", "--tokens", "--engine", t.engine]
     flags += ["--num-seeds", str(n), "--num-samples", str(t.gate_rollouts_per_scenario), "--temperature", "1.0"]
-    flags += ["--concurrency", str(v.concurrency), "--max-new-tokens", str(v.max_new_tokens)]
-    flags += ["--max-seq-length", str(v.max_seq_length), "--seed", str(v.seed + 1), "-o", str(output)]
+    flags += ["--concurrency", str(v.concurrency), "--max-new-tokens", str(new)]
+    flags += ["--max-seq-length", str(longest), "--seed", str(v.seed + 1), "-o", str(output)]
     read = (folder.adapter(name) / "adapter_model.safetensors",)
     return Step(f"2_rollouts_{name}", tuple(flags), read, (output,), variables(folder, settings))
 
