@@ -1,37 +1,57 @@
-"""Run mini-swe-agent on one instance. Started in the agents' environment, one process for each instance::
+"""Runs mini-swe-agent on one instance after another. Started in the agents' environment by ``run_agent_worker``.
 
-    .venv-agents/bin/python -I run_agent_driver.py job.json
-
-``job.json`` holds ``instance`` (a row), ``config`` (sections agent, model, environment) and ``output`` (a folder). The
-work is done by the package's own benchmark runner; it leaves ``preds.json`` and ``<id>/<id>.traj.json`` in ``output``.
-Imports nothing of the project: its packages do not fit beside those of the agent.
+Every line on stdin is the path of a ``job.json`` with ``instance`` (a row), ``config`` (sections agent, model,
+environment), ``output`` (a folder) and ``log``; every line on stdout says that the job is over. The work is done by the
+package's own benchmark runner; it leaves ``preds.json`` and ``<id>/<id>.traj.json`` in ``output``. One process serves
+many instances because importing litellm takes seconds. Imports nothing of the project: the pins do not fit together.
 """
 
 import json
 import os
+import queue
 import signal
 import sys
 import threading
+import traceback
 from pathlib import Path
 
 os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
 
 
-def end_with_parent() -> None:
-    """Wait for the pipe to close: then the phase is gone, and so must be this process and its children."""
-    sys.stdin.read()
+def read_jobs(jobs: "queue.Queue[str]") -> None:
+    """Hand on the lines of stdin; at its end the phase is gone, and so must be this process and its children."""
+    for line in sys.stdin:
+        jobs.put(line.strip())
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
-def main() -> None:
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    from minisweagent.run.benchmarks.swebench import process_instance
-    from minisweagent.run.benchmarks.utils.batch_progress import RunBatchProgressManager
+def run(path: Path) -> None:
+    """One job; whatever it prints goes to its own log."""
+    job = json.loads(path.read_text(encoding="utf-8"))
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.close(log)
+    try:
+        from minisweagent.run.benchmarks.swebench import process_instance
+        from minisweagent.run.benchmarks.utils.batch_progress import RunBatchProgressManager
 
-    output = Path(job["output"])
-    output.mkdir(parents=True, exist_ok=True)
-    process_instance(job["instance"], output, job["config"], RunBatchProgressManager(1))
+        output = Path(job["output"])
+        output.mkdir(parents=True, exist_ok=True)
+        process_instance(job["instance"], output, job["config"], RunBatchProgressManager(1))
+    except Exception:  # the package's: an instance that it cannot even start must not end the ones after it
+        traceback.print_exc()
+
+
+def main() -> None:
+    report = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    jobs: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=read_jobs, args=(jobs,), daemon=True).start()
+    while True:
+        run(Path(jobs.get()))
+        sys.stdout.flush()
+        report.write("over\n")
+        report.flush()
 
 
 if __name__ == "__main__":

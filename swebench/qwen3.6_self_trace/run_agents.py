@@ -1,4 +1,4 @@
-"""mini-swe-agent over the instances: one process each, several at a time, every end typed, nothing done twice.
+"""mini-swe-agent over the instances: several at a time, every end typed, nothing done twice.
 
 An instance is finished when ``trajectories/<id>/outcome.json`` is there; it is written last. So a run that was killed
 at any moment goes on where it was. Infrastructure errors (a dead server, a broken container, a crashed process) are
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import threading
 import time
@@ -23,6 +23,7 @@ from typing import Any, Literal
 import run_server
 from pydantic import BaseModel, ConfigDict, StrictStr
 from run_agent_config import LABEL, WITHOUT_IMAGE, agent_environment, instance_config, source_repository
+from run_agent_worker import Workers
 from run_dataset import Instance
 from run_declared import git
 from run_folder import RunFolder, agent_python
@@ -31,7 +32,6 @@ from run_settings import RunSettings
 from pipeline.command_line import ProgressLine
 from pipeline.files import InputError, ServerError, check, read_json, write_json
 
-DRIVER = Path(__file__).resolve().with_name("run_agent_driver.py")
 POLL_S = 0.2
 WATCH_S = 15.0  # between looks at the server while agents run
 WATCH_FAILURES = 3  # in a row, before the server counts as dead
@@ -145,7 +145,7 @@ class AgentRun:
     ) -> None:
         self.settings, self.folder, self.out = settings, folder, out
         self.config, self.served_name = config, served_name
-        self.python = agent_python(settings)
+        self.workers = Workers(agent_python(settings), self._environment(), out / "work")
         self._stop = threading.Event()
         self._dead: ServerError | None = None
 
@@ -167,6 +167,7 @@ class AgentRun:
         finally:
             self._stop.set()
             pool.shutdown(cancel_futures=True)
+            self.workers.kill()
             progress.close()
         if self._dead is not None:
             raise self._dead
@@ -224,41 +225,26 @@ class AgentRun:
         row = instance.row()
         if row.get("image") and not row.get("image_name"):
             row["image_name"] = row["image"]  # the image that the harness will grade in
-        write_json(work / "job.json", {"instance": row, "config": config, "output": str(work / "output")})
+        job = {"instance": row, "config": config, "output": str(work / "output"), "log": str(work / "driver.log")}
+        write_json(work / "job.json", job)
         began = time.monotonic()
-        ended = self._drive(work, name)
-        if not ended and self._stop.is_set():
+        if not self._drive(work, name):
             return None
         trajectory = work / "output" / name / f"{name}.traj.json"
         return outcome_of(name, trajectory, work / "driver.log", time.monotonic() - began, attempt)
 
     def _drive(self, work: Path, name: str) -> bool:
-        """Run the driver to its end; False when it had to be killed."""
+        """Run the job to its end; False when the run is being stopped."""
         self._remove_containers(name)
         wall = self.settings.agent.wall_time_limit_s
         margin = HANG_MARGIN_S + self.settings.agent.command_timeout_s + self.settings.agent.request_timeout_s
-        deadline = time.monotonic() + wall + margin if wall else float("inf")
-        with open(work / "driver.log", "wb") as sink:
-            process = subprocess.Popen(
-                [self.python, "-I", str(DRIVER), str(work / "job.json")],
-                stdin=subprocess.PIPE,  # closes when this process dies, which ends the driver
-                stdout=sink,
-                stderr=sink,
-                env=self._environment(work),
-                cwd=work,
-                start_new_session=True,
-            )
-        try:
-            while process.poll() is None:
-                if self._stop.wait(POLL_S) or time.monotonic() > deadline:
-                    return False
-            return True
-        finally:
-            _kill_group(process)
+        ended = self.workers.mine().run(work / "job.json", self._stop, wall + margin if wall else math.inf)
+        if ended != "over":
             self._remove_containers(name)
+        return ended != "stopped"
 
-    def _environment(self, work: Path) -> dict[str, str]:
-        env = agent_environment() | {"MSWEA_GLOBAL_CONFIG_DIR": str(work / "config")}
+    def _environment(self) -> dict[str, str]:
+        env = agent_environment() | {"MSWEA_GLOBAL_CONFIG_DIR": str(self.out / "work" / "config")}
         env["MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT"] = str(self.settings.agent.request_attempts)
         if key := os.environ.get(self.settings.model.api_key_env):
             env["HOSTED_VLLM_API_KEY"] = key
@@ -290,14 +276,6 @@ class AgentRun:
 
 
 _UNFINISHED = Outcome(instance_id="", kind="infrastructure", exit_status="not run")
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    if process.stdin is not None:
-        process.stdin.close()
 
 
 def working_copy(repository: Path, commit: str, target: Path) -> None:

@@ -38,6 +38,7 @@ class Protocol(BaseModel):
     agent: dict[str, Any]
     sampling: dict[str, Any]
     grading: dict[str, Any]
+    server: dict[str, Any]
     versions: dict[str, StrictStr]
 
     def digest(self) -> str:
@@ -57,14 +58,24 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def protocol_of(settings: RunSettings, config: Mapping[str, Any]) -> Protocol:
-    """The protocol of the settings and the agents' shared configuration. Workers, retries and ports are no part."""
+def protocol_of(settings: RunSettings, config: Mapping[str, Any], server: Mapping[str, Any]) -> Protocol:
+    """The protocol of the settings, the agents' shared configuration and ``server_facts``.
+
+    Workers, retries, ports and the served name are no part of it.
+    """
     return Protocol(
         agent={"backend": settings.agent.backend, "config": dict(config)},
         sampling=settings.sampling.model_dump(mode="json"),
+        server=dict(server),
         grading={"backend": settings.grading.backend, "timeout_s": settings.grading.timeout_s},
         versions=agent_versions(settings),
     )
+
+
+def server_facts(settings: RunSettings) -> dict[str, Any]:
+    """What of the server decides results: the context length that it grants."""
+    lengths = [entry.get("max_model_len") for entry in run_server.served(settings).values()]
+    return {"max_model_len": max((n for n in lengths if isinstance(n, int)), default=None)}
 
 
 class Summary(BaseModel):
@@ -108,22 +119,34 @@ class Subject:
 
 
 def evaluate(
-    settings: RunSettings, folder: RunFolder, out: Path, instances: Sequence[Instance], subject: Subject
+    settings: RunSettings,
+    folder: RunFolder,
+    out: Path,
+    instances: Sequence[Instance],
+    subject: Subject,
+    like: Protocol | None = None,
 ) -> Summary:
     """Run, grade and account; resumable at every point.
 
+    Args:
+        like: a protocol that this evaluation must have.
+
     Raises:
-        InputError: ``out`` holds an evaluation under another protocol or of another model.
+        InputError: ``out`` holds an evaluation under another protocol or of another model, or this one is not ``like``.
         ServerError: the server is not there, serves something else, or died.
     """
     config = shared_config(settings)
-    protocol = protocol_of(settings, config)
     out.mkdir(parents=True, exist_ok=True)
-    _claim(out, protocol, subject)
     ids = [i.instance_id for i in instances]
     unfinished = [i for i in ids if (o := read_outcomes(out, [i]).get(i)) is None or o.kind == "infrastructure"]
     if unfinished:
         run_server.require_served(settings, subject.served_name)
+    known = _read_claim(out)
+    server = server_facts(settings) if unfinished or known is None else known.protocol.server
+    protocol = protocol_of(settings, config, server)
+    if like is not None and (changed := like.differences(protocol)):
+        raise InputError(f"{out}: differs from the base's evaluation in {', '.join(changed[:3])}; restore it")
+    _claim(out, known, protocol, subject)
     outcomes = AgentRun(settings, folder, out, config, subject.served_name).run(instances) if unfinished else {}
     outcomes = outcomes or read_outcomes(out, ids)
     write_predictions(out, outcomes, subject.served_name)
@@ -150,20 +173,32 @@ def evaluate(
     return summary
 
 
-def _claim(out: Path, protocol: Protocol, subject: Subject) -> None:
-    """Record what ``out`` is an evaluation of, before the first agent runs; refuse to mix two in one folder."""
+class Claim(BaseModel):
+    """``protocol.json``: what a folder is an evaluation of, written before the first agent runs."""
+
+    model_config = ConfigDict(extra="forbid")
+    schema_version: Literal[1] = 1
+    model: StrictStr
+    checkpoint: StrictStr | None
+    protocol: Protocol
+
+
+def _read_claim(out: Path) -> Claim | None:
     path = out / "protocol.json"
-    if not path.exists():
-        record = {"schema_version": 1, "protocol": protocol.model_dump(mode="json"), "digest": protocol.digest()}
-        write_json(path, record | {"model": subject.served_name, "checkpoint": subject.checkpoint})
+    return check(Claim, read_json(path, "protocol"), f"protocol {path}") if path.exists() else None
+
+
+def _claim(out: Path, known: Claim | None, protocol: Protocol, subject: Subject) -> None:
+    """Record what ``out`` is an evaluation of; refuse to mix two in one folder."""
+    if known is None:
+        claim = Claim(model=subject.served_name, checkpoint=subject.checkpoint, protocol=protocol)
+        write_json(out / "protocol.json", claim.model_dump(mode="json"))
         return
-    known = read_json(path, "protocol")
-    before = check(Protocol, known.get("protocol") if isinstance(known, dict) else None, f"protocol {path}")
-    if changed := before.differences(protocol):
+    if changed := known.protocol.differences(protocol):
         shown = ", ".join(changed[:3])
         raise InputError(f"{out}: was begun with another {shown}; choose another --run-name or restore the setting")
-    if known.get("model") != subject.served_name or known.get("checkpoint") != subject.checkpoint:
-        raise InputError(f"{out}: is an evaluation of {known.get('model')}; choose another name")
+    if (known.model, known.checkpoint) != (subject.served_name, subject.checkpoint):
+        raise InputError(f"{out}: is an evaluation of {known.model}; choose another name")
 
 
 def check_evaluation(report: DryRun, settings: RunSettings, folder: RunFolder, served_name: str | None) -> None:

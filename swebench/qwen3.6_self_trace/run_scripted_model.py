@@ -23,7 +23,8 @@ from pipeline.command_line import Parser, positive_int
 from pipeline.files import run_cli
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parents[1] / "tests"))  # the server that the tests use too
+sys.path += [str(HERE / "miniature"), str(HERE.parents[1] / "tests")]  # the server is the one that the tests use
+from scripted_answers import ScriptedAnswers  # noqa: E402
 from scripted_server import ScriptedServer  # noqa: E402
 
 MINIATURE = HERE / "miniature"
@@ -72,8 +73,8 @@ def answer_with(responders: Sequence[Responder]) -> Callable[[Messages, dict[str
 def scripted_server(
     source: Path = MINIATURE, *, model: str = "scripted", responders: Sequence[Responder] = (), **fields: Any
 ) -> ScriptedServer:
-    """The server, not started yet. ``responders`` are asked before the agent's."""
-    chat = answer_with([*responders, ScriptedAgent(read_declared(source), model)])
+    """The server, not started yet: the agent of phases 1 and 6, what phases 2 to 4 ask; ``responders`` come first."""
+    chat = answer_with([*responders, ScriptedAgent(read_declared(source), model), ScriptedAnswers(source).chat])
     return ScriptedServer(chat=chat, model=model, max_model_len=131_072, **fields)
 
 
