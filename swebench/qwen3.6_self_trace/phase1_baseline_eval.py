@@ -14,8 +14,9 @@ from __future__ import annotations
 import sys
 
 from run_accounting import Account, table
+from run_checks import check_evaluation
 from run_dataset import dataset_digest, freeze
-from run_evaluation import Subject, Summary, check_evaluation, evaluate
+from run_evaluation import Subject, Summary, evaluate
 from run_folder import DryRun, RunFolder, open_phase, phase_parser, write_run
 from run_server import interrupt_on_term
 from run_settings import RunSettings

@@ -22,9 +22,10 @@ import run_server
 from run_accounting import table
 from run_agent_config import shared_config
 from run_checkpoint import Checkpoint, available, read_checkpoint
+from run_checks import check_evaluation
 from run_comparison import compare, require_comparable
 from run_dataset import Instance, frozen
-from run_evaluation import Subject, Summary, check_evaluation, evaluate, protocol_of, read_summary
+from run_evaluation import Subject, Summary, evaluate, protocol_of, read_summary
 from run_folder import DryRun, RunFolder, open_phase, phase_parser, read_run
 from run_settings import RunSettings
 

@@ -135,19 +135,15 @@ def choose(instances: Sequence[Instance], settings: RunSettings, where: str) -> 
 
 
 def freeze(settings: RunSettings, folder: RunFolder) -> list[Instance]:
-    """The run's instances; written to ``dataset.jsonl`` the first time, read from there afterwards."""
-    if folder.dataset.exists():
+    """The instances: written to ``dataset.jsonl`` until the run begins (``run.json``), read from there afterwards."""
+    if folder.dataset.exists() and folder.run_json.exists():
         return frozen(folder)
-    instances = choose(*_with_settings(settings, folder))
+    rows, where = source_rows(settings, folder)
+    instances = choose(rows, settings, where)
     with atomic_path(folder.dataset) as temporary:
         lines = [json.dumps(i.row(), ensure_ascii=False) + "\n" for i in instances]
         temporary.write_text("".join(lines), encoding="utf-8")
     return instances
-
-
-def _with_settings(settings: RunSettings, folder: RunFolder) -> tuple[list[Instance], RunSettings, str]:
-    rows, where = source_rows(settings, folder)
-    return rows, settings, where
 
 
 def frozen(folder: RunFolder) -> list[Instance]:

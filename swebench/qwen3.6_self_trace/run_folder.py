@@ -157,8 +157,13 @@ def make_split(ids: Sequence[str], shares: str) -> Split:
 
 
 def identity_of(settings: RunSettings, dataset_digest: str) -> dict[str, Any]:
-    """What defines a run: its instances, their split and the base model."""
-    return {"dataset": dataset_digest, "mine_score": settings.mine_score, "model": settings.model.name}
+    """What defines a run: its instances, where they come from, their split and the base model."""
+    return {
+        "dataset": settings.dataset.model_dump(mode="json"),
+        "instances": dataset_digest,
+        "mine_score": settings.mine_score,
+        "model": settings.model.name,
+    }
 
 
 def write_run(folder: RunFolder, settings: RunSettings, ids: Sequence[str], dataset_digest: str) -> RunRecord:

@@ -1,0 +1,112 @@
+"""What ``--dry-run`` looks at before hours are spent: agents, data set, server, backends, disk, key."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import run_server
+from run_agent_config import shared_config, source_repository
+from run_dataset import freeze
+from run_folder import DryRun, RunFolder, agent_versions
+from run_settings import RunSettings
+
+from pipeline import sandbox
+from pipeline.files import InputError
+
+GIB = 1 << 30
+IMAGE_GIB = 2.5  # of one instance's image over the shared layers, about
+LOCAL_GIB = 0.05  # of one instance's trajectory, working copy and logs
+
+
+def check_evaluation(report: DryRun, settings: RunSettings, folder: RunFolder, served_name: str | None) -> None:
+    """The lines of ``--dry-run`` that phases 1 and 6 share. ``served_name`` None: the server is started later."""
+    with report.checking("agents' environment") as found:
+        versions = agent_versions(settings)
+        found += [f"{name} {version}" for name, version in versions.items()]
+        absent = [name for name, version in versions.items() if version == "absent"]
+        if absent:
+            raise InputError(f"{absent[0]} is not installed in {settings.agent.python}; make .venv-agents/.installed")
+    with report.checking("agent configuration") as found:
+        shared_config(settings)
+        found.append(f"{settings.agent.base_config}, {settings.agent.step_limit} steps")
+    with report.checking("data set") as found:
+        instances = freeze(settings, folder)
+        found.append(f"{len(instances)} instances")
+    with report.checking("server") as found:
+        models = run_server.served(settings)
+        found.append(f"{settings.model.base_url}, {len(models)} models")
+    if served_name is not None:
+        with report.checking("model name") as found:
+            run_server.require_served(settings, served_name)
+            found.append(served_name)
+    with report.checking(f"agent backend {settings.agent.backend}") as found:
+        found.append(backend_ready(settings, folder, settings.agent.backend))
+        if settings.agent.backend == "local":
+            found.append("commands of the model run as this user, without a sandbox")
+    with report.checking(f"grading backend {settings.grading.backend}") as found:
+        found.append(backend_ready(settings, folder, settings.grading.backend))
+    with report.checking("disk space") as found:
+        found.append(disk_ready(settings, folder))
+    report.line("key", None, f"{settings.model.api_key_env} {'set' if _key(settings) else 'not set, none is sent'}")
+
+
+def _key(settings: RunSettings) -> bool:
+    return bool(os.environ.get(settings.model.api_key_env))
+
+
+COMMANDS = {"docker": ("docker", "info"), "harness": ("docker", "info"), "singularity": ("singularity", "--version")}
+REMEDIES = {
+    "docker": "start the Docker daemon, or use another agent.backend",
+    "harness": "start the Docker daemon, or use grading.backend modal",
+    "singularity": "install Singularity or Apptainer, or use another agent.backend",
+}
+
+
+def backend_ready(settings: RunSettings, folder: RunFolder, name: str) -> str:
+    """What was found of a backend.
+
+    Raises:
+        InputError: it cannot work here.
+    """
+    if name in COMMANDS:
+        program, *arguments = COMMANDS[name]
+        program = os.environ.get(f"MSWEA_{program.upper()}_EXECUTABLE", program)
+        path = shutil.which(program)
+        done = None if path is None else _quiet(path, *arguments)
+        if done is None or done.returncode != 0:
+            why = "not installed" if done is None else " ".join(done.stderr.split())[:120] or "does not answer"
+            raise InputError(f"{program}: {why}; {REMEDIES[name]}")
+        return str(path)
+    if name == "modal":
+        if not (os.environ.get("MODAL_TOKEN_ID") or Path("~/.modal.toml").expanduser().exists()):
+            raise InputError("no key of Modal; run `modal token new`, or set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET")
+        return "key found"
+    for instance in freeze(settings, folder):
+        source_repository(settings, folder, instance.instance_id)
+    return f"sandbox {sandbox.find_isolation().kind}"
+
+
+def _quiet(*command: str) -> subprocess.CompletedProcess[str] | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def disk_ready(settings: RunSettings, folder: RunFolder) -> str:
+    """Free space and what the run may take.
+
+    Raises:
+        InputError: not enough.
+    """
+    n = settings.dataset.expected_instances or 1
+    with_images = settings.agent.backend == "docker" or settings.grading.backend == "harness"
+    wanted = n * (IMAGE_GIB if with_images else LOCAL_GIB)
+    existing = next(p for p in (folder.root, *folder.root.parents) if p.exists())
+    free = shutil.disk_usage(existing).free / GIB
+    if free < wanted:
+        raise InputError(f"{free:.0f} GiB free at {existing}, about {wanted:.0f} GiB needed for {n} instances")
+    return f"{free:.0f} GiB free, about {wanted:.1f} GiB needed"
