@@ -1,7 +1,12 @@
 """What routing costs: against one adapter, against peft's mixtures, and in stock vLLM.
 
     python benchmarks/bench_gate.py --model models/smollm2 --size cpu --out gate.json      # two cores, minutes
-    python benchmarks/bench_gate.py --shape qwen3-4b --size gpu --out gate.json            # one GPU, random weights
+    python benchmarks/bench_gate.py --shape qwen3-4b-2layers --size layer --parts hf --out gate.json   # two cores
+    bash benchmarks/gpu/bench_gate.sh                                                      # one GPU, random weights
+    python benchmarks/bench_gate.py --model models/smollm2 --parts sft --out gate_sft.json # the gate's training
+
+Parts run in the order given, and each adds its results to ``--out`` as it ends; with ``--work`` the models are made
+once, so that parts can run in separate commands. ``vllm`` stands for ``vllm_base,vllm_one_lora,vllm_routed``.
 
 Ratios in the JSON (times are medians over interleaved repetitions, so that a busy machine slows both sides alike):
 
@@ -10,6 +15,10 @@ Ratios in the JSON (times are medians over interleaved repetitions, so that a bu
     peft_loop_over_routed_hf      peft with all adapters active (its loop, no router) / routed
     routed_over_one_lora_vllm     tokens/s, routed / stock vLLM with one LoRA                          target >= 0.9
     base_over_routed_vllm         tokens/s, base / routed                                              target <= 1.3
+    gate_sft_s                    seconds of train_router_sft on 400 prompts, the whole command        target < 60
+
+The claims are about models whose own matmuls dominate: use a published shape. In a toy model the fixed cost per layer
+and the rank of the stack (N times that of one adapter) weigh more than they do anywhere else.
 """
 
 from __future__ import annotations
@@ -50,14 +59,33 @@ class Size:
 
 SIZES = {
     "tiny": Size(2, 32, 3, 2, 4, 32, 8),
+    "layer": Size(1, 1024, 3, 5, 4, 128, 32),
     "cpu": Size(4, 256, 10, 5, 16, 128, 64),
     "gpu": Size(8, 2048, 50, 10, 256, 512, 256),
 }
 VLLM_KINDS = ("base", "one_lora", "routed")
+PARTS = ("hf", "sft", *(f"vllm_{kind}" for kind in VLLM_KINDS))
+SFT_PROMPTS = 400
 
 
 def prepare(args: argparse.Namespace, work: Path) -> Path:
-    """The base folder with weights, ``args.adapters`` random adapters and an exported routed model under ``work``."""
+    """The base folder with weights, ``args.adapters`` random adapters and an exported routed model under ``work``.
+
+    What an earlier call with the same settings left there is taken.
+    """
+    settings = {key: getattr(args, key) for key in ("model", "shape", "dtype", "adapters", "rank", "targets")}
+    mark = work / "prepared.json"
+    if mark.exists():
+        if json.loads(mark.read_text())["settings"] != settings:
+            raise InputError(f"--work {work}: prepared with other settings; choose another folder")
+    else:
+        work.mkdir(parents=True, exist_ok=True)
+        _make_models(args, work)
+        write_json(mark, {"settings": settings})
+    return Path(args.model).resolve() if args.model else work / "base"
+
+
+def _make_models(args: argparse.Namespace, work: Path) -> None:
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -92,7 +120,6 @@ def prepare(args: argparse.Namespace, work: Path) -> Path:
     del base, model, routed
     gc.collect()
     export(str(work / "gate"), work / "routed")
-    return base_folder
 
 
 def synchronise(device: str) -> None:
@@ -228,26 +255,69 @@ def vllm_worker(args: argparse.Namespace, size: Size) -> dict[str, float]:
     return {"tokens_per_s": statistics.median(rates)}
 
 
-def measure_vllm(args: argparse.Namespace, work: Path, base_folder: Path) -> dict[str, Any]:
-    """Throughput of base, one LoRA and the routed model, each in a fresh process.
+def measure_vllm(args: argparse.Namespace, work: Path, base_folder: Path, kind: str, known: dict[str, Any]) -> Any:
+    """Throughput of base, one LoRA or the routed model in a fresh process, and the ratios as far as they are known.
 
     Raises:
-        InputError: a worker died; its last lines are in the message.
+        InputError: the worker died; its last lines are in the message.
     """
-    rates = {}
-    for kind in VLLM_KINDS:
-        result = work / f"{kind}.json"
-        command = [sys.executable, __file__, *sys.argv[1:], "--worker", kind, "--work", str(work)]
-        command += ["--base-folder", str(base_folder), "--out", str(result)]
-        env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if done.returncode or not result.exists():
-            raise InputError(f"vLLM worker {kind} ended with {done.returncode}: {done.stdout[-800:]}")
-        rates[kind] = json.loads(result.read_text())["tokens_per_s"]
+    result = work / f"{kind}.json"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, __file__, *sys.argv[1:], "--worker", kind, "--work", str(work)]
+    command += ["--base-folder", str(base_folder), "--out", str(result)]
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode or not result.exists():
+        raise InputError(f"vLLM worker {kind} ended with {done.returncode}: {done.stdout[-800:]}")
+    rates = {**known.get("vllm_tokens_per_s", {}), kind: json.loads(result.read_text())["tokens_per_s"]}
+    found: dict[str, Any] = {"vllm_tokens_per_s": rates}
+    if {"routed", "one_lora"} <= rates.keys():
+        found["routed_over_one_lora_vllm"] = rates["routed"] / rates["one_lora"]
+    if {"routed", "base"} <= rates.keys():
+        found["base_over_routed_vllm"] = rates["base"] / rates["routed"]
+    return found
+
+
+def measure_sft(args: argparse.Namespace, work: Path, base_folder: Path) -> dict[str, Any]:
+    """Seconds of ``python -m train.train_router_sft`` on ``SFT_PROMPTS`` labelled prompts of the shipped environments,
+    process start and model loading included.
+
+    Raises:
+        InputError: fewer environments than adapters, or the command failed.
+    """
+    import yaml
+
+    from game_registry import discover
+
+    games = [spec for name, spec in sorted(discover().items()) if name.startswith("capability_")][: args.adapters]
+    if len(games) < args.adapters:
+        raise InputError(f"--parts sft: expected {args.adapters} capability environments, found {len(games)}")
+    data = work / "sft.jsonl"
+    with open(data, "w", encoding="utf-8") as file:
+        for number in range(SFT_PROMPTS):
+            slot, env = number % len(games), games[number % len(games)].make_env()
+            env.reset(number)
+            prompt = [{"role": "system", "content": env.get_system_prompt()}, *env.get_messages()]
+            file.write(json.dumps({"prompt": prompt, "capability_name": f"a{slot}"}) + "\n")
+    config = {
+        "output_dir": str(work / "sft"), "base_model": str(base_folder), "adapter_dir": str(work),
+        "adapter_names": [f"a{i}" for i in range(args.adapters)], "sft_data": str(data),
+    }  # fmt: skip
+    (work / "sft.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "train.train_router_sft", "--config", str(work / "sft.yaml")]
+    begin = time.perf_counter()
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    seconds = time.perf_counter() - begin
+    if done.returncode:
+        raise InputError(f"train_router_sft ended with {done.returncode}: {done.stdout[-800:]}")
+    report = json.loads((work / "sft" / "report.json").read_text())
+    episodes = sum(report["train_episodes"].values()) + sum(report["validation_episodes"].values())
     return {
-        "vllm_tokens_per_s": rates,
-        "routed_over_one_lora_vllm": rates["routed"] / rates["one_lora"],
-        "base_over_routed_vllm": rates["base"] / rates["routed"],
+        "gate_sft_s": round(seconds, 2),
+        "gate_sft_inside_s": report["seconds"],
+        "gate_sft_prompts": episodes,
+        "gate_sft_left_out": report["skipped"],
+        "gate_sft_accuracy": report["validation_accuracy"],
     }
 
 
@@ -265,7 +335,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--targets", default="q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj", help="[%(default)s]"
     )
-    parser.add_argument("--parts", default="hf,vllm", help="hf, vllm or both [%(default)s]")
+    parser.add_argument("--parts", default="hf,vllm", help=f"comma list of {', '.join(PARTS)}, vllm [%(default)s]")
     parser.add_argument("--enforce-eager", action="store_true", help="vLLM without compilation and CUDA graphs")
     parser.add_argument("--out", required=True, help="JSON file to write")
     parser.add_argument("--work", help="folder for models and adapters, kept [a temporary one]")
@@ -274,29 +344,37 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def parts_of(text: str) -> list[str]:
+    """The parts in order; ``vllm`` is its three parts."""
+    parts: list[str] = []
+    for name in filter(None, (p.strip() for p in text.split(","))):
+        parts += [f"vllm_{kind}" for kind in VLLM_KINDS] if name == "vllm" else [name]
+    if unknown := [p for p in parts if p not in PARTS]:
+        raise InputError(f"--parts {unknown[0]!r}: expected a comma list of {', '.join(PARTS)}, vllm")
+    return parts
+
+
 def main() -> int:
     args = parse()
     size = SIZES[args.size]
     if args.worker:
         write_json(args.out, vllm_worker(args, size))
         return 0
+    parts = parts_of(args.parts)
     import torch
 
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     work = Path(args.work) if args.work else Path(tempfile.mkdtemp(prefix="trace_bench_gate_"))
     try:
         base_folder = prepare(args, work)
-        result: dict[str, Any] = {
-            "settings": {k: v for k, v in vars(args).items() if k not in ("worker", "base_folder")},
-            "size": dataclasses.asdict(size),
-            "device": torch.cuda.get_device_name(0) if args.device != "cpu" else f"cpu x {torch.get_num_threads()}",
-            "torch": torch.__version__,
-        }
-        for part in args.parts.split(","):
-            measured = (
-                measure_hf(args, size, work, base_folder) if part == "hf" else measure_vllm(args, work, base_folder)
-            )
-            result |= measured
+        result = start_result(args, size)
+        for part in parts:
+            if part == "hf":
+                result |= measure_hf(args, size, work, base_folder)
+            elif part == "sft":
+                result |= measure_sft(args, work, base_folder)
+            else:
+                result |= measure_vllm(args, work, base_folder, part.removeprefix("vllm_"), result)
             write_json(args.out, result)
             gc.collect()
             if args.device.startswith("cuda"):
@@ -306,6 +384,25 @@ def main() -> int:
         if not args.work:
             shutil.rmtree(work, ignore_errors=True)
     return 0
+
+
+def start_result(args: argparse.Namespace, size: Size) -> dict[str, Any]:
+    """What is known before the first part: settings and machine, and with ``--work`` the parts measured before."""
+    import torch
+
+    hidden = ("worker", "base_folder", "parts", "out", "work")
+    about = {
+        "settings": {k: v for k, v in vars(args).items() if k not in hidden},
+        "size": dataclasses.asdict(size),
+        "device": torch.cuda.get_device_name(0) if args.device != "cpu" else f"cpu x {torch.get_num_threads()}",
+        "torch": torch.__version__,
+    }
+    out = Path(args.out)
+    if args.work and out.exists():
+        before = json.loads(out.read_text())
+        if before.get("settings") == about["settings"]:
+            return dict(before) | about
+    return about
 
 
 if __name__ == "__main__":

@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "quickstart"))
 
 import findings
 import plan
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
-from summary import update_readme
 
-from pipeline.files import InputError, read_json, read_jsonl, run_cli, write_json, write_text
+from pipeline.files import InputError, read_json, read_jsonl, run_cli, write_block, write_json, write_text
 from train.svg import interval_chart, line_chart
 
 MODES = {"greedy": "greedy", "sampled": "temperature 1"}
@@ -259,7 +257,7 @@ def main() -> int:
     write_text(args.out / "report.html", page(data, drawn))
     print(block)
     if args.readme is not None:
-        update_readme(args.readme, block, "helpdesk_gpu")
+        write_block(args.readme, "helpdesk_gpu", block)
     print(f"{args.out}/helpdesk.json and {args.out}/report.html written")
     return 0
 
