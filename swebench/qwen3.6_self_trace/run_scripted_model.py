@@ -24,7 +24,7 @@ from pipeline.files import run_cli
 
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE / "miniature"), str(HERE.parents[1] / "tests")]  # the server is the one that the tests use
-from scripted_answers import ScriptedAnswers  # noqa: E402
+from scripted_answers import ScriptedAnswers, token_answers  # noqa: E402
 from scripted_server import ScriptedServer  # noqa: E402
 
 MINIATURE = HERE / "miniature"
@@ -82,9 +82,13 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--source", default=str(MINIATURE), help="folder of declared instances")
     parser.add_argument("--model", default="scripted", help="name of the base model")
+    parser.add_argument("--tokenizer", help="model folder: the server then also answers token ids, as phase 4 asks")
     parser.add_argument("--port", type=positive_int, default=8011, help="on 127.0.0.1")
     args = parser.parse_args()
-    with scripted_server(Path(args.source), model=args.model, port=args.port) as server:
+    fields: dict[str, Any] = {"port": args.port}
+    if args.tokenizer:
+        fields["completion"] = token_answers(ScriptedAnswers(Path(args.source)), Path(args.tokenizer))
+    with scripted_server(Path(args.source), model=args.model, **fields) as server:
         sys.stdout.write(f"serving {args.model} at {server.url}; Ctrl-C ends it\n")
         sys.stdout.flush()
         while True:

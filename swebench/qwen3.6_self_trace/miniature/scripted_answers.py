@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 CAPABILITIES = {
     "deep_call_graph_traversal": (
         "Follow the calls from the symptom through several functions and modules to the line that decides it, and "
-        "repair there. Shown by reading the callees before an edit; lacking when the edit patches the place of the symptom."
+        "repair there. Shown by reading the callees before an edit; lacking when the edit patches where the symptom is."
     ),
     "semantic_logic_precision": (
         "Turn the stated rule into exact conditions: bounds, ties, order, empty input. Shown by an edit that covers "
@@ -107,6 +107,24 @@ class ScriptedAnswers:
         taken = set(re.findall(r"^- (\w+)$", text, flags=re.MULTILINE))
         scenario = next((s for s in self.shipped[capability] if s.name not in taken), self.shipped[capability][0])
         return f"```json\n{json.dumps(scenario.model_dump(exclude_none=True))}\n```"
+
+
+def token_answers(answers: ScriptedAnswers, model: Path) -> Callable[[list[int], dict[str, Any]], list[int]]:
+    """``completion`` for a server that is asked in token ids: prompt ids and body -> sampled ids, with the end of turn.
+
+    Args:
+        model: folder with ``tokenizer.json``.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    end = tokenizer.token_to_id("<|im_end|>")
+
+    def completion(ids: list[int], _body: dict[str, Any]) -> list[int]:
+        said = answers.completion(tokenizer.decode(ids, skip_special_tokens=False)) or "I do not know this task."
+        return [*tokenizer.encode(said, add_special_tokens=False).ids, end]
+
+    return completion
 
 
 def _schema(body: dict[str, Any]) -> dict[str, Any]:
