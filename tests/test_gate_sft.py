@@ -334,10 +334,22 @@ def test_rollouts_are_labelled_and_filtered(project: Path) -> None:
 
 
 def test_token_budget_takes_turns_between_labels(project: Path) -> None:
-    many = [simulation(adapter=a, token_ids=[9] * 50, action_mask=[1] * 50) for a in ["alpha"] * 30 + ["beta"] * 4]
+    names = ["alpha"] * 30 + ["beta"] * 4
+    many = [simulation(adapter=a, token_ids=[7 + i] + [9] * 49, action_mask=[1] * 50) for i, a in enumerate(names)]
     data = rollout_data(project, many, max_tokens_in_memory=500)
     slots = [e.slot for e in (*data.train, *data.validation)]
     assert slots.count(2) == 4 and slots.count(1) == 6 and data.skipped == {"beyond max_tokens_in_memory": 24}
+
+
+def test_a_prefix_that_all_episodes_share_counts_once(project: Path) -> None:
+    many = [
+        simulation(adapter=a, token_ids=[9] * 40 + [7 + i] + [8] * 9, action_mask=[1] * 50)
+        for i, a in enumerate(["alpha", "beta"] * 15)
+    ]
+    data = rollout_data(project, many, max_tokens_in_memory=340)  # 40 once, and 30 x 10
+    assert len(data.train) + len(data.validation) == 30 and data.skipped == {}
+    data = rollout_data(project, many, max_tokens_in_memory=240)
+    assert len(data.train) + len(data.validation) == 20
 
 
 def test_adapter_names() -> None:

@@ -257,20 +257,26 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 def _within_budget(
     episodes: Iterable[LabelledEpisode], config: GateConfig, skipped: Counter[str]
 ) -> list[LabelledEpisode]:
-    """A random part of the episodes, taking turns between labels, until the token budget is used up."""
+    """A random part of the episodes, taking turns between labels, until the token budget is used up.
+
+    A prefix that all episodes share is kept once (``train/gate_features.py``), so it counts once.
+    """
+    episodes = list(episodes)
+    shared = _common(min(e.token_ids for e in episodes), max(e.token_ids for e in episodes)) if episodes else 0
     by_slot: dict[int, list[LabelledEpisode]] = {}
     for episode in episodes:
         by_slot.setdefault(episode.slot, []).append(episode)
     rng = random.Random(config.seed)
     for group in by_slot.values():
         rng.shuffle(group)
-    budget, kept, turn = config.max_tokens_in_memory, [], 0
+    budget, kept, turn = config.max_tokens_in_memory - shared, [], 0
     for turn in range(max(map(len, by_slot.values()), default=0)):
         for slot in sorted(by_slot):
             if turn < len(by_slot[slot]):
                 episode = by_slot[slot][turn]
-                if len(episode.token_ids) <= budget or turn < 2:  # two of each label are needed in any case
-                    budget -= len(episode.token_ids)
+                own = len(episode.token_ids) - shared
+                if own <= budget or turn < 2:  # two of each label are needed in any case
+                    budget -= own
                     kept.append(episode)
                 else:
                     skipped["beyond max_tokens_in_memory"] += 1
