@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ RUN_ID = "trace"
 DRIVER = Path(__file__).resolve().with_name("run_grading_driver.py")
 DRIVER_TIMEOUT_S = 600.0
 MEMORY_MB, PROCESSES, FILE_MB, TMP_MB, OUTPUT_MB = 1024, 64, 16, 128, 4.0
+VERDICT = re.compile(r"^(\S+ \(\S+\)) \.\.\. (ok|FAIL|ERROR)$", re.M)
 TESTBED = "/tmp/testbed"  # the only place that a sandbox can write to
 
 # The harness' own steps: a pristine tree, the model's patch by the first of its four commands that works (each on a
@@ -234,9 +236,24 @@ def run_tests(settings: RunSettings, folder: RunFolder, instance: Instance, patc
     output = (done.stdout + done.stderr).decode("utf-8", "replace")
     if done.returncode == 97:
         raise InputError(f"grading of {instance.instance_id}: the base commit cannot be laid out ({output[-200:]})")
+    if twice := contradicted(output):
+        output += f"\n>>>>> Tests Errored\n(two verdicts of {twice}: something other than the tests printed one)\n"
     if done.stopped is not None:
         output += f"\n>>>>> Tests Timed Out\n(stopped at the limit {done.stopped})\n"
     return output
+
+
+def contradicted(output: str) -> str | None:
+    """A test that passes in one line of the output and fails in another: the tested code printed one of them.
+
+    This catches verdicts that are printed at the end. Code that shares the process with the tests can do worse, here
+    as in the official harness; only an environment whose reward trains a model must rule that out (stage 2 does).
+    """
+    seen: dict[str, bool] = {}
+    for name, verdict in VERDICT.findall(output):
+        if seen.setdefault(name, verdict == "ok") != (verdict == "ok"):
+            return str(name)
+    return None
 
 
 def harness_summary(where: Path) -> Any:

@@ -1,0 +1,98 @@
+"""What the tests of phases 1 and 6 share: configuration, a stand-in driver, commands as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+PHASES = ROOT / "swebench" / "qwen3.6_self_trace"
+MINIATURE = PHASES / "miniature"
+AGENT_PYTHON = ROOT / ".venv-agents" / "bin" / "python"
+
+needs_agents = pytest.mark.skipif(
+    not (AGENT_PYTHON.parent.parent / ".installed").exists(),
+    reason="mini-swe-agent and swebench are not installed; make .venv-agents/.installed",
+)
+
+# Stands in for run_agent_driver.py: no litellm, ends as the issue's first line says. Speaks the same protocol.
+FAKE_DRIVER = """
+import json, os, pathlib, signal, sys, time, urllib.request
+calls = pathlib.Path(CALLS)
+for line in sys.stdin:
+    job = json.loads(pathlib.Path(line.strip()).read_text())
+    iid = job["instance"]["instance_id"]
+    word = job["instance"]["problem_statement"].split()[0]
+    with open(calls, "a") as log:
+        log.write(iid + "\\n")
+    tries = calls.read_text().split().count(iid)
+    pathlib.Path(job["log"]).write_text("last words of the driver\\n")
+    if word == "hang": time.sleep(600)
+    if word == "slow": time.sleep(0.5)
+    if word == "crash" or (word == "crash_once" and tries == 1): os._exit(3)
+    status, text = {"limit": ("LimitsExceeded", ""), "empty": ("Submitted", ""), "format": ("RepeatedFormatError", ""),
+                    "server": ("APIConnectionError", "")}.get(word, ("Submitted", "diff " + iid))
+    out = pathlib.Path(job["output"]) / iid / (iid + ".traj.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    info = {"exit_status": status, "submission": text, "model_stats": {"api_calls": 4}, "exception_str": "why"}
+    out.write_text(json.dumps({"info": info, "messages": [], "instance_id": iid}))
+    print("over", flush=True)
+"""
+
+
+def settings_data(url: str = "http://127.0.0.1:9", **sections: Any) -> dict[str, Any]:
+    """The miniature's configuration with one worker; ``sections`` are merged into it."""
+    data = yaml.safe_load((ROOT / "configs" / "swebench_miniature.yaml").read_text())
+    data["model"]["base_url"] = url
+    data["agent"] |= {"workers": 1, "python": str(AGENT_PYTHON)}
+    for name, section in sections.items():
+        data[name] = data[name] | section if isinstance(section, dict) else section
+    return data
+
+
+def write_config(folder: Path, data: dict[str, Any]) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(data), encoding="utf-8")
+    return path
+
+
+def command(script: str, config: Path, run_dir: Path, *flags: str) -> list[str]:
+    return [sys.executable, str(PHASES / script), "--config", str(config), "--run-dir", str(run_dir), *flags]
+
+
+def environment() -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "TRACE_"))}
+    return clean | {"OMP_NUM_THREADS": "1"}
+
+
+def phase(script: str, config: Path, run_dir: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """One phase as a command."""
+    line = command(script, config, run_dir, *flags)
+    return subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=240, cwd=ROOT)
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def row(instance_id: str = "mini__a-1", **columns: Any) -> dict[str, Any]:
+    """A row in SWE-bench's format."""
+    base = {
+        "instance_id": instance_id,
+        "repo": "mini/a",
+        "base_commit": "0" * 40,
+        "problem_statement": "solve it",
+        "patch": "",
+        "test_patch": "",
+        "version": "1",
+        "FAIL_TO_PASS": ["t1"],
+        "PASS_TO_PASS": ["t2"],
+    }
+    return base | columns
