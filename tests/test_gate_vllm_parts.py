@@ -227,6 +227,51 @@ def test_the_layer_routes_the_residual_stream(by_name: bool) -> None:
     assert masks[0].tolist() == [[0.0, 0.0]]
 
 
+class ComputingLayer(nn.Module):
+    """A decoder layer that runs one adapted linear on the normalised residual stream."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.mlp = linear
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> Any:
+        residual = hidden_states if residual is None else hidden_states + residual
+        return self.mlp.quant_method.apply(self.mlp, F.normalize(residual)), residual
+
+
+@pytest.mark.parametrize("soft", [False, True], ids=["top1", "soft"])
+def test_a_routed_layer_is_one_graph_for_every_number_of_tokens(soft: bool) -> None:
+    """No graph break, no branch on data, no recompilation: what torch.compile and CUDA graphs need."""
+    names = FUSED["gate_up_proj"]
+    generator = torch.Generator().manual_seed(0)
+    full = {n: torch.randn(SHAPES[n], generator=generator) for n in names}
+    builder = _Builder(nn.Module(), spec([f"model.layers.0.mlp.{n}" for n in names]), HIDDEN)
+    linear = rank_linear("gate_up_proj", full, 0, 1)
+    layer: Any = ComputingLayer(linear)
+    layer.capability_route = CapabilityRoute(HIDDEN, 3, True, soft, torch.device("cpu"))
+    layer.capability_holder, layer.capability_shared, layer.capability_is_last = RouteHolder(), RouteHolder(), True
+    ranks = {n: list(RANKS.values()) for n in names}
+    builder._route_linear(linear, "m", "gate_up_proj", ranks, layer.capability_route, layer.capability_holder)
+    for parameter in (layer.capability_route.gater.weight, linear.lora_A, *linear.lora_B):
+        parameter.data.normal_(generator=generator)
+    layer.__class__ = _routed_layer_class(ComputingLayer)
+    graphs: list[Any] = []
+
+    def count(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend=count, fullgraph=True, dynamic=True)
+    for tokens in (7, 3, 12, 64):
+        hidden, residual = torch.randn(tokens, HIDDEN), torch.randn(tokens, HIDDEN)
+        found, expected = compiled(torch.zeros(tokens), hidden, residual), layer(torch.zeros(tokens), hidden, residual)
+        torch.testing.assert_close(found, expected)
+    assert len(graphs) == 1
+    calls = {str(node.target) for node in graphs[0].graph.nodes if node.op.startswith("call")}
+    assert not any(word in call for call in calls for word in (" item", "nonzero", "sort", "masked_select")), calls
+
+
 def test_what_cannot_be_served_is_refused() -> None:
     with pytest.raises(ValueError, match="token granularity only"):
         _Builder(nn.Module(), spec(["model.layers.0.mlp.down_proj"], routing_granularity="trajectory"), HIDDEN)
