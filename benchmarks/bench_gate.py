@@ -233,12 +233,12 @@ def vllm_worker(args: argparse.Namespace, size: Size) -> dict[str, float]:
 
     work, kind = Path(args.work), args.worker
     model = str(work / "routed") if kind == "routed" else args.base_folder
-    options: dict[str, Any] = (
-        {"enable_lora": True, "max_loras": 1, "max_lora_rank": args.rank} if kind == "one_lora" else {}
-    )
+    options: dict[str, Any] = json.loads(args.vllm_options)
+    if kind == "one_lora":
+        options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": args.rank}
     llm = LLM(
         model, dtype=args.dtype, max_model_len=size.prompt_tokens + size.output_tokens + 16,
-        enforce_eager=args.enforce_eager, max_num_seqs=min(size.requests, 256), enable_prefix_caching=False, **options,
+        max_num_seqs=min(size.requests, 256), enable_prefix_caching=False, **options,
     )  # fmt: skip
     lora = LoRARequest("a0", 1, str(work / "a0")) if kind == "one_lora" else None
     params = SamplingParams(temperature=1.0, max_tokens=size.output_tokens, ignore_eos=True, seed=0, detokenize=False)
@@ -336,7 +336,7 @@ def parse() -> argparse.Namespace:
         "--targets", default="q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj", help="[%(default)s]"
     )
     parser.add_argument("--parts", default="hf,vllm", help=f"comma list of {', '.join(PARTS)}, vllm [%(default)s]")
-    parser.add_argument("--enforce-eager", action="store_true", help="vLLM without compilation and CUDA graphs")
+    parser.add_argument("--vllm-options", default="{}", help='for vllm.LLM, such as {"enforce_eager": true}')
     parser.add_argument("--out", required=True, help="JSON file to write")
     parser.add_argument("--work", help="folder for models and adapters, kept [a temporary one]")
     parser.add_argument("--worker", choices=VLLM_KINDS, help=argparse.SUPPRESS)

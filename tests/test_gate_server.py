@@ -21,10 +21,14 @@ import pytest
 import torch
 from conftest import stop_group, wait_for_health
 from scripted_server import free_port
+from test_stage1_run_agent import mini_program
+
+from pipeline.records import read_summaries
 
 pytestmark = pytest.mark.server
+ROOT = Path(__file__).resolve().parent.parent
 FLAGS = (
-    "--enforce-eager --max-model-len 1024 --max-num-seqs 8 --enable-prefix-caching --enable-chunked-prefill "
+    "--max-model-len 1024 --max-num-seqs 8 --enable-prefix-caching --enable-chunked-prefill "
     "--max-num-batched-tokens 64 --enable-auto-tool-choice --tool-call-parser hermes"
 )
 PROMPTS = [
@@ -84,6 +88,8 @@ def server(
         "127.0.0.1",
     ]
     command += ["--port", str(port), "--dtype", request.param, "--served-model-name", "routed", *FLAGS.split()]
+    if request.param == "bfloat16":  # fp32, the exact one, goes through torch.compile
+        command.append("--enforce-eager")
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     with open(log, "wb") as sink:
         process = subprocess.Popen(command, env=env, stdout=sink, stderr=sink, start_new_session=True, cwd=log.parent)
@@ -156,20 +162,97 @@ def test_tokens_and_logprobs_equal_transformers(server: tuple[str, str], exporte
         assert sum(equal) / len(equal) > 0.9 and sum(gaps) / len(gaps) < 0.1
 
 
-def test_tool_calls_through_the_openai_client(server: tuple[str, str]) -> None:
-    """tool_choice auto: the call that the routed model writes goes through the hermes parser."""
+def ask_for_a_tool(url: str, shots: bool, **options: Any) -> Any:
+    """One question to the routed model with the tool ``get_order``; the choice of the reply."""
     from openai import OpenAI
 
-    client = OpenAI(base_url=f"{server[0]}/v1", api_key="none")
-    schema = {"type": "object", "properties": {"id": {"type": "integer"}}}
+    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+    schema = {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]}
     tools: Any = [{"type": "function", "function": {"name": "get_order", "parameters": schema}}]
     shot = '<tool_call>\n{"name": "get_order", "arguments": {"id": %d}}\n</tool_call>'
     messages: Any = [{"role": "system", "content": "Answer every message with one tool call."}]
-    for number in (123, 555, 871, 402):
+    for number in (123, 555, 871, 402) if shots else ():
         messages += [{"role": "user", "content": f"order {number}"}, {"role": "assistant", "content": shot % number}]
     messages.append({"role": "user", "content": "order 417"})
-    reply = client.chat.completions.create(model="routed", messages=messages, tools=tools, temperature=0, max_tokens=60)
-    calls = reply.choices[0].message.tool_calls or []
-    assert [call.function.name for call in calls] == ["get_order"], reply.choices[0].message
+    options = {"temperature": 0, "max_tokens": 60, "seed": 0} | options
+    return client.chat.completions.create(model="routed", messages=messages, tools=tools, **options).choices[0]
+
+
+def test_tool_calls_through_the_openai_client(server: tuple[str, str]) -> None:
+    """tool_choice auto: the call that the routed model writes goes through the hermes parser."""
+    choice = ask_for_a_tool(server[0], shots=True)
+    calls = choice.message.tool_calls or []
+    assert [call.function.name for call in calls] == ["get_order"], choice.message
     assert json.loads(calls[0].function.arguments) == {"id": 417}
-    assert reply.choices[0].finish_reason == "tool_calls"
+    assert choice.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("forced", "finish_reason"),
+    [({"type": "function", "function": {"name": "get_order"}}, "stop"), ("required", "tool_calls")],
+    ids=["named", "required"],
+)
+def test_a_forced_tool_call_is_a_call_whatever_the_model_would_say(
+    server: tuple[str, str], forced: Any, finish_reason: str
+) -> None:
+    """Decoding follows the tool's schema. By OpenAI's protocol a named call ends with ``stop``, not ``tool_calls``."""
+    assert not ask_for_a_tool(server[0], shots=False, tool_choice="auto").message.tool_calls, "else nothing is forced"
+    choice = ask_for_a_tool(server[0], shots=False, tool_choice=forced, max_tokens=120)
+    if choice.finish_reason == "length":  # a small model may count on for ever inside an integer
+        pytest.fail(f"no end: {choice.message}")
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "get_order" and type(json.loads(call.function.arguments)["id"]) is int
+    assert choice.finish_reason == finish_reason
+
+
+MINI_CONFIG = """
+agent:
+  agent_class: default
+  step_limit: 2
+  system_template: |
+    You run shell commands. Answer every message with one tool call and nothing else. Example:
+    <tool_call>
+    {"name": "bash", "arguments": {"command": "echo hello"}}
+    </tool_call>
+  instance_template: "{{task}}"
+model:
+  cost_tracking: ignore_errors
+  model_kwargs:
+    api_base: URL/v1
+    temperature: 0
+    max_tokens: 60
+    tool_choice: {type: function, function: {name: bash}}
+environment:
+  timeout: 10
+"""
+
+
+def test_mini_swe_agent_on_the_routed_model(server: tuple[str, str], tmp_path: Path) -> None:
+    """The real agent, two steps on a trivial task; stage 1 reads the trajectory that it writes."""
+    program = mini_program()
+    if program is None or server[1] == "bfloat16":
+        pytest.skip("once is enough" if program else "mini-swe-agent is not installed (make .venv-agents/.installed)")
+    (tmp_path / "config.yaml").write_text(MINI_CONFIG.replace("URL", server[0]))
+    env = {
+        **os.environ, "OPENAI_API_KEY": "none", "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path / "mini"),
+        "MSWEA_CONFIGURED": "true", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_SILENT_STARTUP": "1",
+    }  # fmt: skip
+    trajectory = tmp_path / "toy__toy-1.traj.json"
+    command = [program, "-m", "openai/routed", "-c", str(tmp_path / "config.yaml"), "-t", "Say hello.", "-y"]
+    done = subprocess.run([*command, "-o", str(trajectory)], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    written = json.loads(trajectory.read_text())
+    assert written["info"]["model_stats"]["api_calls"] == 2
+    replies = [m for m in written["messages"] if m["role"] == "assistant"]
+    assert replies, "the agent must have got at least one call that it could run"
+    assert replies[0]["extra"]["response"]["model"] == "routed"
+    assert any(m["role"] == "tool" and "returncode" in m["extra"] for m in written["messages"])
+    summaries = tmp_path / "summaries.json"
+    command = [sys.executable, str(ROOT / "pipeline" / "_summarize.py"), "--benchmark", "swebench"]
+    done = subprocess.run(
+        [*command, "--input", str(trajectory), "--output", str(summaries)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    (record,) = read_summaries(summaries)
+    assert record.task_id == "toy__toy-1" and record.outcome == "failed"
+    assert "LimitsExceeded without a patch" in record.reason
