@@ -197,10 +197,19 @@ def measure_hf(args: argparse.Namespace, size: Size, work: Path, base_folder: Pa
         "peft_mixture_over_routed_hf_decode": decode["peft_arrow"] / decode["routed"],
         "peft_loop_over_routed_hf": prefill["peft_loop"] / prefill["routed"],
         "routed_over_base_hf": prefill["routed"] / prefill["base"],
+        "one_lora_over_base_hf": prefill["one_lora"] / prefill["base"],
+        "peft_mixture_over_routed_hf_added_time": added(prefill, "peft_arrow"),
+        "peft_loop_over_routed_hf_added_time": added(prefill, "peft_loop"),
         "slots_used": used,
         "memory_overhead_over_adapters": (memory["routed"] - memory["base"])
         / (args.adapters * (memory["one_lora"] - memory["base"])),
     }
+
+
+def added(seconds: dict[str, float], other: str) -> float | None:
+    """What ``other`` adds to the base, over what routing adds; None when routing adds too little to be measured."""
+    routing = seconds["routed"] - seconds["base"]
+    return (seconds[other] - seconds["base"]) / routing if routing > 0.01 * seconds["base"] else None
 
 
 def all_active(base: Any, paths: list[str]) -> Any:

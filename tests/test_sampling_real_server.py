@@ -197,24 +197,29 @@ async def test_canary_passes_for_the_right_weights_and_stops_on_stale_ones(
 def test_evaluation_on_a_server(
     vllm_server: str, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Base, two adapters and their merge through one server, which keeps none of them afterwards."""
+    """Base, two adapters, merges and the adapter that the base picks through one server with several adapters."""
     import tiny_game  # noqa: F401 - registers capability_tiny
 
-    from pipeline.files import read_json
+    from pipeline.files import read_json, write_json
     from train import evaluate
 
     for seed, name in enumerate(("first", "second")):
         make_adapter(smollm2, tmp_path / name, 0.05, seed)
     flags = (
-        f"--model {smollm2} --base-url {vllm_server}/v1 --envs capability_tiny --seeds 10000:10002 --trials 1 --merge"
+        f"--model {smollm2} --base-url {vllm_server}/v1 --envs capability_tiny --seeds 10000:10002 --trials 1 "
+        f"--merge linear,ties --merge-max-rank 8 --choose {tmp_path}/descriptions.json"
     )
+    described = [{"skill": name, "description": f"the {name} one"} for name in ("first", "second")]
+    write_json(tmp_path / "descriptions.json", described)
     flags += f" --adapters {tmp_path}/first,{tmp_path}/second --out-dir {tmp_path}/out --bootstrap 200"
     monkeypatch.setattr(sys, "argv", ["evaluate", *flags.split(), "--max-new-tokens", "6", "--modes", "sampled"])
     assert evaluate.main() == 0
     result = read_json(tmp_path / "out" / "evaluation.json")
     rows = result["results"]["capability_tiny"]["sampled"]
-    assert list(rows) == ["base", "first", "second", "merge", "union"] and result["info"]["engine"] == "vllm"
+    assert list(rows) == ["base", "first", "second", "merge", "ties", "chosen", "union"]
+    assert result["info"]["engine"] == "vllm"
     assert all(row["n_episodes"] == 2 and row["error_share"] == 0 for row in rows.values())
+    assert sum(result["choice"]["capability_tiny"]["picks"].values()) == 2
 
 
 async def test_raw_logprobs_at_another_temperature_are_noticed(
