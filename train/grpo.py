@@ -80,6 +80,15 @@ class Worker:
         return learner.logprobs_of(token_ids)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Scores:
+    """A learner's canary: log-probs of a fixed sequence with the weights of its last update, and with those before."""
+
+    token_ids: tuple[int, ...]
+    new: tuple[float, ...]
+    old: tuple[float, ...]
+
+
 class Trainer:
     """Rank 0 of a training run.
 
@@ -101,7 +110,7 @@ class Trainer:
         self._local = isinstance(sampler.engine, LocalEngine)
         self._names: dict[str, str | None] = {}
         self._resume_points: dict[str, dict[str, Any]] = {}
-        self._canaries: dict[str, tuple[tuple[int, ...], tuple[float, ...]]] = {}
+        self._canaries: dict[str, _Scores] = {}
         self._torn: set[str] = set()  # learners in the middle of an update: nothing to save
         self._sampling, self._training = BusyClock(), BusyClock()
         # episodes of one capability never wait for a slot that another one holds
@@ -255,6 +264,7 @@ class Trainer:
             metrics = self.worker.update(learner, items)
             self._finish(learner, collected_metrics | metrics, trained=True)
             self._torn.discard(learner.name)
+            self._score_canary(learner)  # here, so that the delivery does not wait for another learner's update
             return metrics
 
         collected_metrics = collected.metrics()
@@ -298,23 +308,15 @@ class Trainer:
                 await self.sampler.engine.unload_adapter(previous)
         else:
             folder = self.folder.resolve() / "adapters" / name
-            async with self._updating:
-                with self._training:
-                    canary = await _in_thread(lambda: self._write_version(learner, folder))
+            dtype = _model_dtype(learner.model)
+            await _in_thread(lambda: write_adapter_folder(learner.model, learner.name, folder, dtype=dtype))
+            scores = self._canaries.get(learner.name)
+            canary = None if scores is None else Canary(scores.token_ids, scores.new, scores.old)
             await self.delivery.deliver(learner.name, learner.version, str(folder), canary)
             old = self.folder / "adapters" / f"{learner.name}@v{learner.version - 3}"
-            shutil.rmtree(old, ignore_errors=True)  # nobody samples from it; a server re-reads evicted ones from disk
+            await _in_thread(lambda: shutil.rmtree(old, ignore_errors=True))  # nobody samples from it; a server re-reads evicted ones from disk
         self._names[learner.name] = name
         return time.perf_counter() - begin
-
-    def _write_version(self, learner: Learner, folder: Path) -> Canary | None:
-        write_adapter_folder(learner.model, learner.name, folder, dtype=_model_dtype(learner.model))
-        if learner.name not in self._canaries:
-            return None
-        tokens, old = self._canaries[learner.name]
-        new = self.worker.logprobs_of(learner, tokens)
-        self._canaries[learner.name] = (tokens, new)
-        return Canary(tokens, new, old)
 
     def _remember_canary(self, learner: Learner, collected: Collected) -> None:
         """Fix the canary sequence at the first update: one real rollout, scored before the weights change."""
@@ -322,7 +324,14 @@ class Trainer:
             return
         episode = max((e for g in collected.informative for e in g.scored), key=lambda e: e.n_action_tokens)
         tokens = tuple(episode.token_ids[-CANARY_TOKENS:])
-        self._canaries[learner.name] = (tokens, self.worker.logprobs_of(learner, tokens))
+        now = self.worker.logprobs_of(learner, tokens)
+        self._canaries[learner.name] = _Scores(tokens, now, now)
+
+    def _score_canary(self, learner: Learner) -> None:
+        if learner.name in self._canaries:
+            scores = self._canaries[learner.name]
+            now = self.worker.logprobs_of(learner, scores.token_ids)
+            self._canaries[learner.name] = _Scores(scores.token_ids, now, scores.new)
 
     # ------------------------------------------------------------------ files
 

@@ -123,7 +123,8 @@ def adapter_parameters(model: PeftModel, name: str) -> dict[str, torch.nn.Parame
 
 def adapter_state(model: PeftModel, name: str) -> dict[str, torch.Tensor]:
     """PEFT's tensors of one adapter (names without the adapter's name), on the CPU."""
-    own = {k: v for k, v in model.state_dict().items() if ".mlp.experts.lora_" not in k}
+    # not model.state_dict(): its hooks on a sharded base disturb a pass that runs in another thread
+    own = {k: p for k, p in model.named_parameters() if "lora_" in k and ".mlp.experts.lora_" not in k}
     state = get_peft_model_state_dict(model, state_dict=own, adapter_name=name)
     return {k: v.detach().to("cpu").contiguous() for k, v in state.items()} | expert_state(model, name)
 
