@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tiny_models import tiny_model_folder
 from tiny_server import TinyServer
 from train_runs import Runs
 
+import train.groups
 from train.grpo import Trainer
 from train.learner import Learner
 
@@ -118,8 +120,23 @@ def test_one_capability_alone_leaves_the_sampler_idle_during_its_updates(
         assert metrics["trainer_idle_share"] < 0.6
 
 
-def test_no_capability_waits_for_slots_that_another_holds(runs: Runs, server: TinyServer) -> None:
-    """--concurrency counts per adapter: with one slot each, both are in flight at the same time."""
+def test_no_capability_waits_for_slots_that_another_holds(
+    runs: Runs, server: TinyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--concurrency counts per adapter: with one slot each, both play at the same time, one episode each."""
+    playing: Counter[str] = Counter()
+    together: set[tuple[int, ...]] = set()
+    plain = train.groups.run_episode
+
+    async def run_episode(spec: Any, *args: Any, **options: Any) -> Any:
+        playing[spec.name] += 1
+        together.add(tuple(sorted(playing.values())))
+        try:
+            return await plain(spec, *args, **options)
+        finally:
+            playing[spec.name] -= 1
+
+    monkeypatch.setattr(train.groups, "run_episode", run_episode)
     server.delay_s = 0.02
     runs("r", BOTH, "--max-iters 1 --concurrency 1")
-    assert server.max_in_flight == 2
+    assert (1, 1) in together and max(max(t) for t in together) == 1

@@ -314,7 +314,8 @@ class Trainer:
             canary = None if scores is None else Canary(scores.token_ids, scores.new, scores.old)
             await self.delivery.deliver(learner.name, learner.version, str(folder), canary)
             old = self.folder / "adapters" / f"{learner.name}@v{learner.version - 3}"
-            await _in_thread(lambda: shutil.rmtree(old, ignore_errors=True))  # nobody samples from it; a server re-reads evicted ones from disk
+            # nobody samples from it; the ones after it stay, because a server reads an evicted one from disk again
+            await _in_thread(lambda: shutil.rmtree(old, ignore_errors=True))
         self._names[learner.name] = name
         return time.perf_counter() - begin
 
