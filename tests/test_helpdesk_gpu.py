@@ -98,6 +98,17 @@ def test_every_method_gets_the_same_number_of_rollouts(tmp_path: Path) -> None:
                 assert flag(one, name) == flag(four, name)
 
 
+def test_the_gate_after_grpo_is_scored_when_there_is_one(tmp_path: Path) -> None:
+    def gates() -> str:
+        (found,) = [s for s in plan.final_stages(tmp_path, "m", plan.SIZES["gpu"], NAMES) if s.name == "14_score"]
+        return flag(found, "--gate")
+
+    assert "routed=" in gates() and "routed_grpo" not in gates() and gates().count("=") == 1 + len(plan.subsets(NAMES))
+    (tmp_path / "gate_grpo").mkdir()
+    (tmp_path / "gate_grpo" / "gate.safetensors").touch()
+    assert f"routed_grpo={tmp_path / 'gate_grpo'}" in gates()
+
+
 def test_scored_seeds_are_never_mined_or_trained_on(tmp_path: Path) -> None:
     from train.learner import FIRST_TRAIN_SEED
 
@@ -119,8 +130,8 @@ def test_ablations_cover_every_size_and_pair_once() -> None:
 # ------------------------------------------------------------------ runner
 
 
-def stage(name: str, code: str, verdict: bool = False) -> plan.Stage:
-    return plan.Stage(name, (sys.executable, "-c", code), verdict)
+def stage(name: str, code: str, also_done: tuple[int, ...] = ()) -> plan.Stage:
+    return plan.Stage(name, (sys.executable, "-c", code), also_done)
 
 
 def test_a_stage_runs_once_and_leaves_its_record(tmp_path: Path) -> None:
@@ -134,9 +145,9 @@ def test_a_stage_runs_once_and_leaves_its_record(tmp_path: Path) -> None:
 
 def test_a_verdict_of_no_is_a_result_and_a_failure_is_not(tmp_path: Path) -> None:
     far = time.monotonic() + 60
-    assert runner.execute(stage("no", "raise SystemExit(1)", verdict=True), tmp_path, far) == 0
+    assert runner.execute(stage("no", "raise SystemExit(1)", plan.VERDICT), tmp_path, far) == 0
     assert read_json(tmp_path / "done" / "no.json")["exit_code"] == 1
-    assert runner.execute(stage("broken", "raise SystemExit(2)", verdict=True), tmp_path, far) == 2
+    assert runner.execute(stage("broken", "raise SystemExit(2)", plan.VERDICT), tmp_path, far) == 2
     assert runner.execute(stage("bad", "raise SystemExit(1)"), tmp_path, far) == 1
     assert not (tmp_path / "done" / "broken.json").exists() and not (tmp_path / "done" / "bad.json").exists()
 

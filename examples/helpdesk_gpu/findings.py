@@ -65,7 +65,8 @@ def claims(run: Path, names: Sequence[str], size: plan.Size) -> list[dict[str, A
     add("routed beats the soft gate", "not reported", against("routed", "soft"))
     add("routed beats GRPO on the target at equal rollouts", "about +10 points", against("routed", "direct"))
     add("routed beats one adapter on everything at equal rollouts", "+7.9 points on tau2", against("routed", "joint"))
-    add("GRPO of the gate does not lose", "optional step", against("routed_grpo", "routed"), "not negative")
+    if "routed_grpo" in results:
+        add("GRPO of the gate does not lose", "optional step", against("routed_grpo", "routed"), "not negative")
     found += _steps(run, names, draws, results) + _filter(run, names, draws, results)
     found.append(_diagonal(run, names))
     if (run / "score_vllm" / "evaluation.json").exists():

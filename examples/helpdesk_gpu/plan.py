@@ -19,6 +19,9 @@ TARGET = "helpdesk"
 CANDIDATES = 4  # environments that ship for the target's candidates
 
 
+VERDICT = (1,)
+
+
 @dataclasses.dataclass(frozen=True)
 class Size:
     """How much is run. ``budgets``: iterations per adapter after which everything is measured; the last is the
@@ -53,11 +56,11 @@ SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One command. ``verdict``: exit 1 means that it ran and said no, which is a result too."""
+    """One command. ``also_done``: exit codes that are a result too, such as 1 for a verdict of no."""
 
     name: str
     command: tuple[str, ...]
-    verdict: bool = False
+    also_done: tuple[int, ...] = ()
 
 
 def python(*arguments: object) -> tuple[str, ...]:
@@ -89,7 +92,7 @@ def mining_stages(run: Path, model: str, size: Size) -> Iterator[Stage]:
             python("pipeline/aggregate_capabilities.py", "--runs", folder / "labels" / "run_*.json", "--candidates",
                    folder / "labels" / "candidate_capabilities.json", "--summaries", folder / "summaries.json",
                    "--export", folder / "selected_capabilities.json"),
-            verdict=True,
+            also_done=VERDICT,
         )  # fmt: skip
 
 
@@ -121,7 +124,7 @@ def environment_stages(run: Path, model: str, size: Size, names: Sequence[str]) 
             f"05_validate_{name}",
             python("pipeline/validate_environment.py", env, "--target-tools", TARGET, "--json-output",
                    folder / f"{name}.validation.json"),
-            verdict=True,
+            also_done=VERDICT,
         )  # fmt: skip
         yield Stage(
             f"06_rollouts_{name}",
@@ -133,7 +136,7 @@ def environment_stages(run: Path, model: str, size: Size, names: Sequence[str]) 
             python("pipeline/calibrate_environment.py", folder / f"{name}.rollouts.json", "--group-size",
                    size.calibrate_samples, "--success-min", 0.05, "--mean-min", 0.05, "--max-all-zero", 0.5,
                    "--json-output", folder / f"{name}.calibration.json"),
-            verdict=True,
+            also_done=VERDICT,
         )  # fmt: skip
 
 
@@ -237,8 +240,10 @@ def final_stages(run: Path, model: str, size: Size, names: Sequence[str]) -> Ite
                ",".join(f"capability_{name}:1" for name in names), "--init-gate", run / f"gate_{budget}",
                "--output-dir", run / "gate_grpo", "--max-iters", size.gate_iters, "--group-size", size.group_size,
                "--groups-per-batch", size.groups, "--resume"),
+        also_done=(2,),  # adapters that solve their environments leave it no group with a signal
     )  # fmt: skip
-    gates["routed_grpo"] = "gate_grpo"
+    if (run / "gate_grpo" / "gate.safetensors").exists():
+        gates["routed_grpo"] = "gate_grpo"
     if size.ablations:
         for name, members in subsets(names).items():
             yield from gate_stages(run, model, size, members, f"gate_{name}", adapters)

@@ -53,7 +53,7 @@ def execute(stage: stages.Stage, run: Path, deadline: float) -> int:
     print(f"== {stage.name}: {' '.join(stage.command[1:])}", flush=True)
     record.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(stages.QUICKSTART / "measure.py"), "--output", str(record)]
-    command += ["--also-done", "1"] if stage.verdict else []
+    command += [part for code in stage.also_done for part in ("--also-done", str(code))]
     process = subprocess.Popen([*command, "--", *stage.command], start_new_session=True)
     try:
         return process.wait(None if left == float("inf") else left)
