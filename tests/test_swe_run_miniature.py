@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,23 @@ def test_deep_ones_are_far_from_their_symptom(declared: list[run_declared.Declar
             repaired = [line[6:] for line in d.patch.splitlines() if line.startswith("+++ b/")]
             sources = [f for f in d.files if f.endswith(".py") and not f.startswith("tests/") and "__init__" not in f]
             assert len(sources) >= 4 and len(repaired) == 1, d.instance_id
+
+
+def test_the_issues_tell_the_truth(declared: list[run_declared.Declared], tmp_path: Path) -> None:
+    """Every session that an issue shows happens so at the base commit: an agent that tries it sees the fault."""
+    shown = 0
+    for d in declared:
+        for name, text in d.files.items():
+            (tmp_path / d.instance_id / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / d.instance_id / name).write_text(text)
+        (tmp_path / d.instance_id / "issue.txt").write_text(d.problem_statement)
+        package = d.repo.split("/")[1]
+        code = f"import doctest, {package} as p; print(doctest.testfile('issue.txt', False, globs=vars(p)))"
+        line = [sys.executable, "-c", code]
+        done = subprocess.run(line, cwd=tmp_path / d.instance_id, capture_output=True, text=True)
+        assert "failed=0" in done.stdout, done.stdout + done.stderr
+        shown += "attempted=0" not in done.stdout
+    assert shown >= 5
 
 
 def test_both_parts_have_work(declared: list[run_declared.Declared]) -> None:
