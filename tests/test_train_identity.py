@@ -14,7 +14,8 @@ from train_helpers import tiny_learners
 from pipeline.files import InputError
 from train.identity import base_identity, weights_digest
 from train.lora import save_adapter
-from train.systems import System
+from train.rollout_log import RolloutLog
+from train.systems import Plan, ResultStore, System
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +94,49 @@ def test_a_model_that_is_not_here_is_its_name(monkeypatch: pytest.MonkeyPatch, t
     (snapshot / "config.json").write_text("{}")
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(snapshot / "config.json"))
     assert base_identity("some/model") == base_identity(str(snapshot))
+
+
+def collect_settings(model: Path, *flags: str) -> dict[str, object]:
+    import tiny_game
+
+    from train.collect_rollouts import build_parser, settings_of
+    from train.engines import engine_options
+
+    args = build_parser().parse_args(["--env", "capability_tiny", "--model", str(model), "-o", "x.json", *flags])
+    return settings_of(args, engine_options(args, {}), tiny_game.SPEC)
+
+
+def test_unfinished_rollouts_of_another_base_are_refused(model_folder: Path, tmp_path: Path) -> None:
+    """The same name and path, other weights: nothing is mixed, and the message says what differs."""
+    model = tmp_path / "model"
+    shutil.copytree(model_folder, model, copy_function=shutil.copy2)
+    first = collect_settings(model)
+    log = RolloutLog(tmp_path / "r.json", first)
+    log.add({"task_id": "1", "sample_idx": 0, "outcome": "scored"})
+    log.close()
+    assert len(RolloutLog(tmp_path / "r.json", collect_settings(model)).entries) == 1
+    os.utime(model / "model.safetensors", ns=(1, 1))
+    with pytest.raises(InputError, match=r"was begun with base = '\w+', now it is '\w+'; use --no-resume"):
+        RolloutLog(tmp_path / "r.json", collect_settings(model))
+
+
+def test_results_of_another_base_are_not_reused(model_folder: Path, tmp_path: Path) -> None:
+    import tiny_game
+
+    plan = Plan(range(2), 1, ("greedy",), 4, 64, 60.0, 0, 2)
+    base = System("base", "base")
+    store = ResultStore(tmp_path, plan, "m", base_identity(str(model_folder)))
+    for seed in plan.seeds:
+        store.log(base, tiny_game.SPEC, "greedy").add({"task_id": str(seed), "sample_idx": 0, "outcome": "scored"})
+    assert store.missing(base, tiny_game.SPEC, "greedy") == []
+    store.close()
+    same = ResultStore(tmp_path, plan, "m", base_identity(str(model_folder)))
+    assert same.missing(base, tiny_game.SPEC, "greedy") == []
+    other = ResultStore(tmp_path, plan, "m", "another")
+    assert len(other.missing(base, tiny_game.SPEC, "greedy")) == 2
+
+
+def test_a_negative_sampling_seed_is_refused(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        collect_settings(model_folder, "--seed", "-1")
+    assert exit_.value.code == 2 and "--seed" in capsys.readouterr().err

@@ -24,7 +24,7 @@ from train.sharding import shard_base
 
 BOTH = "--capabilities capability_printable,capability_digits"
 # every kind of pass: old log-probs of hinted rollouts, a reference, several steps, packs that do not divide evenly
-FLAGS = (BOTH, "--hint-ratio 0.5 --epochs 2 --kl-coef 0.1 --pack-tokens 100 --save-every 1")
+FLAGS = (BOTH, "--hint-ratio 0.5 --epochs 2 --kl-coef 0.1 --pack-tokens 160 --save-every 1")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
 
 
@@ -80,10 +80,10 @@ def test_two_ranks_with_a_sharded_base_make_the_run_of_one_process(
         assert max(float((one[k] - two[k]).abs().max()) for k in one) < 1e-5
         assert max(float(t.abs().max()) for k, t in one.items() if "lora_B" in k) > 1e-3, "nothing was trained"
         for here, there in zip(runs.iterations("one", name), runs.iterations("two", name), strict=True):
-            packs.add(here["packs"] % 2)
+            packs.add(here["packs"])
             for key in ("reward", "loss", "grad_norm", "entropy", "action_tokens", "mismatch_max_abs"):
                 assert here[key] == pytest.approx(there[key], rel=1e-4, abs=1e-5), key
-    assert 1.0 in packs, "no step left a rank with fewer packs than the other"
+    assert 1.0 in packs and max(packs) > 2, "one step leaves a rank without a pack, another with fewer"
 
 
 def test_what_cannot_be_sharded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
