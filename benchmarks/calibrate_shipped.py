@@ -91,7 +91,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--model", default="models/smollm2", help="model folder (default models/smollm2)")
     parser.add_argument("--num-seeds", type=positive_int, default=100, help="seeds (default 100)")
     parser.add_argument("--num-samples", type=positive_int, default=16, help="rollouts per seed, >= 8 (default 16)")

@@ -152,10 +152,39 @@ def test_inverse_transform_never_picks_an_impossible_token(weights: list[float],
     probabilities = torch.tensor([weights], dtype=torch.float32)
     probabilities = torch.where(probabilities < 1e-3, 0.0, probabilities)
     probabilities /= probabilities.sum()
-    token = int(_draw(probabilities, torch.tensor([uniform]))[0])
+    token = int(_draw(probabilities, torch.tensor([uniform]), torch.tensor([0]))[0])
     assert float(probabilities[0, token]) > 0
     below = float(probabilities[0, :token].double().sum())
     assert below - 1e-5 <= uniform <= below + float(probabilities[0, token]) + 1e-5
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_rows_that_are_equal_so_far_run_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each distinct (prompt, tokens so far) is one row of the forward; each row samples what it samples alone."""
+    engine = engine_of(kind)
+    prompts = prompts_of([9, 9, 7])
+    requests = [(p, SamplingParams(12, 0.12, seed=i)) for p in prompts for i in range(6)]
+    requests += [(prompts[0], SamplingParams(12, 0.0)) for _ in range(4)]
+    alone = [engine.generate([request])[0] for request in requests]
+    widths: list[int] = []
+    original = engine._forward
+
+    def forward(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if ids.shape[1] == 1:
+            widths.append(len(ids))
+        return original(ids, *rest)
+
+    monkeypatch.setattr(engine, "_forward", forward)
+    together = engine.generate(requests)
+    assert [s.token_ids for s in together] == [s.token_ids for s in alone]
+    for one, other in zip(together, alone, strict=True):
+        assert one.finish_reason == other.finish_reason
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    pairs = list(zip(requests, together, strict=True))
+    distinct = {(tuple(p), s.token_ids[:k]) for (p, _), s in pairs for k in range(1, len(s.token_ids))}
+    rows = sum(len(s.token_ids) - 1 for s in together)
+    assert len(distinct) < 0.8 * rows, "nothing to share: the test needs a sharper distribution"
+    assert len(distinct) <= sum(widths) <= len(distinct) / 0.75 + 3
 
 
 def test_end_of_turn_and_length() -> None:

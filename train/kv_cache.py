@@ -1,9 +1,9 @@
 """Key/value cache and attention for batched sampling in this process.
 
 Rows that sample from the same prompt read one copy of its keys and values (``SharedPromptLayer``), and what a row adds
-goes into a buffer that is written in place. Compared with repeating a ``DynamicCache`` per row this removes the copy of
-the whole cache at every step, and the prompt is read once per group instead of once per row. Results are the same up to
-rounding.
+goes into a buffer that is written in place; a row can be split in two where what is sampled differs for the first time.
+Compared with repeating a ``DynamicCache`` per row this removes the copy of the whole cache at every step, and the
+prompt is read once per group instead of once per row. Results are the same up to rounding.
 """
 
 from __future__ import annotations
@@ -68,35 +68,41 @@ class SharedPromptLayer(DynamicLayer):
         self.rows: RowMap | None = None
         self._length = 0
 
-    def branch(self, rows: RowMap, capacity: int) -> None:
-        """From now on rows, not prompts, are decoded, at most ``capacity`` tokens each."""
+    def branch(self, rows: RowMap, capacity: int, max_rows: int) -> None:
+        """From now on rows, not prompts, are decoded: at most ``capacity`` tokens each, at most ``max_rows`` rows."""
         self.rows = rows
-        n = len(rows.place)
-        shape = (n, self.keys.shape[1], capacity, self.keys.shape[3])
+        shape = (max_rows, self.keys.shape[1], capacity, self.keys.shape[3])
         self._own_keys, self._own_values = self.keys.new_empty(shape), self.values.new_empty(shape)
+
+    def split(self, rows: RowMap, parents: torch.Tensor) -> None:
+        """Append one row per entry of ``parents``: a copy of that row, which goes its own way from here."""
+        old, self.rows = len(self._rows().place), rows
+        for own in (self._own_keys, self._own_values):
+            own[old : old + len(parents), :, : self._length] = own[parents, :, : self._length]
 
     def drop(self, rows: RowMap, prompts: torch.Tensor | None, alive: torch.Tensor) -> None:
         """Keep only the rows ``alive`` and, when given, the prompts ``prompts``."""
         self.rows = rows
-        capacity = self._own_keys.shape[2]
-        for name in ("_own_keys", "_own_values"):
-            old = getattr(self, name)
-            new = old.new_empty((len(alive), old.shape[1], capacity, old.shape[3]))
-            new[:, :, : self._length] = old[:, :, : self._length].index_select(0, alive)
-            setattr(self, name, new)
+        for own in (self._own_keys, self._own_values):
+            own[: len(alive), :, : self._length] = own[alive, :, : self._length]
         if prompts is not None:
             self.keys, self.values = self.keys.index_select(0, prompts), self.values.index_select(0, prompts)
+
+    def _rows(self) -> RowMap:
+        if self.rows is None:
+            raise RuntimeError("this cache has no rows yet; call branch first")
+        return self.rows
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.rows is None:
             return super().update(key_states, value_states, *args, **kwargs)
-        end = self._length + 1
-        self._own_keys[:, :, self._length : end] = key_states
-        self._own_values[:, :, self._length : end] = value_states
+        n, end = len(self.rows.place), self._length + 1
+        self._own_keys[:n, :, self._length : end] = key_states
+        self._own_values[:n, :, self._length : end] = value_states
         self._length = end
         return (
-            SharedKeys(self.keys, self._own_keys[:, :, :end], self.rows),
-            SharedKeys(self.values, self._own_values[:, :, :end], self.rows),
+            SharedKeys(self.keys, self._own_keys[:n, :, :end], self.rows),
+            SharedKeys(self.values, self._own_values[:n, :, :end], self.rows),
         )
 
     def get_seq_length(self) -> int:

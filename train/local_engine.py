@@ -1,8 +1,8 @@
 """Sampling in this process through transformers: the engine without a server.
 
 Requests that are waiting together run as one batch: the common prefix of all prompts is computed once, each distinct
-prompt once, then all rows decode together and leave when they finish. Which rows run together depends on the order of
-requests only, never on timing, so a run on one machine can be repeated bit for bit.
+prompt once, then all rows decode together, those that are equal so far as one, and leave when they finish. Which rows
+run together depends on the order of requests only, never on timing, so one machine repeats a run bit for bit.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pipeline.files import InputError
 from train.chat import ChatCodec
 from train.engine import Sample, SamplingParams
 from train.kv_cache import ATTENTION, RowMap, SharedPromptLayer, has_only_full_attention, new_cache
+from train.packed_linear import packed_linears
 from train.sampling_lora import cast_adapter
 
 
@@ -37,61 +38,118 @@ class _Request:
 
 @dataclasses.dataclass
 class _Row:
-    """One sequence being decoded."""
+    """One sequence being decoded. ``state`` is its decode state in the batch: rows that are equal so far share one."""
 
     params: SamplingParams
     rng: random.Random
+    state: int
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
 
 
 class _Batch:
-    """Rows that decode together, and their cache."""
+    """Rows that decode together, and their cache: one decode state per distinct sequence (prompt and tokens so far).
 
-    def __init__(self, rows: list[_Row], cache: Any, prompt_of_row: torch.Tensor, keep: torch.Tensor) -> None:
+    Rollouts of one prompt often begin alike, and under a trained policy most of them stay alike for long; the model
+    runs each distinct sequence once. A state is split where two of its rows sample different tokens.
+    """
+
+    def __init__(self, rows: list[_Row], cache: Any, keep: torch.Tensor) -> None:
+        """``rows`` point at prompts, which are the first states; ``keep`` [U, P] marks the real prompt keys."""
         self.rows, self.cache = rows, cache
-        self._prompt_of_row = prompt_of_row
-        self._keep = None if bool(keep.all()) else keep  # [U, P] real prompt keys
+        self.n_states = len(keep)
+        self._prompt = torch.arange(len(keep), device=keep.device)  # of each state
+        self._keep = None if bool(keep.all()) else keep
         self._shared = isinstance(cache.layers[0], SharedPromptLayer)
-        if not self._shared:  # recurrent layers: every row has its own copy of the state; there is no padding
-            cache.reorder_cache(prompt_of_row)
-            return
-        row_map = RowMap.build(prompt_of_row, len(keep), self._keep)
-        for layer in cache.layers:
-            layer.branch(row_map, max(row.params.max_new_tokens for row in rows))
+        if self._shared:  # else recurrent layers: every state has its own copy; there is no padding
+            capacity = max(row.params.max_new_tokens for row in rows)
+            for layer in cache.layers:
+                layer.branch(self._row_map(), capacity, max(len(rows), len(keep)))
 
-    def drop(self, alive: torch.Tensor) -> None:
-        """Forget every row but those at ``alive``, and prompts without a row."""
-        self.rows = [self.rows[i] for i in alive.tolist()]
+    def _row_map(self) -> RowMap:
+        n_prompts = self.cache.layers[0].keys.shape[0]
+        return RowMap.build(self._prompt, n_prompts, self._keep)
+
+    def advance(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forget finished rows and follow the token that each other one has sampled.
+
+        Returns:
+            The next token of every state, and for every state the old one that it continues; both [n_states].
+        """
+        self.rows = [row for row in self.rows if row.finish_reason is None]
+        if not self.rows:
+            return torch.empty(0, dtype=torch.long, device=device), torch.empty(0, dtype=torch.long, device=device)
+        children: dict[tuple[int, int], int] = {}
+        tokens: dict[int, int] = {}
+        parents: list[int] = []
+        for row in self.rows:
+            key = (row.state, row.token_ids[-1])
+            if key not in children:
+                children[key] = row.state if row.state not in tokens else self.n_states + len(parents)
+                tokens[children[key]] = key[1]
+                if children[key] != row.state:
+                    parents.append(row.state)
+            row.state = children[key]
+        origin = torch.arange(self.n_states + len(parents), device=device)
+        if parents:
+            origin[self.n_states :] = torch.tensor(parents, device=device)
+            self._split(origin)
+        alive = sorted(tokens)
+        if len(alive) <= 0.75 * self.n_states:
+            kept = torch.tensor(alive, dtype=torch.long, device=device)
+            self._drop(kept)
+            origin = origin[kept]
+            position = {state: i for i, state in enumerate(alive)}
+            for row in self.rows:
+                row.state = position[row.state]
+            tokens = {position[state]: token for state, token in tokens.items()}
+        return torch.tensor([tokens.get(i, 0) for i in range(self.n_states)], device=device), origin
+
+    def _split(self, origin: torch.Tensor) -> None:
+        self._prompt, parents = self._prompt[origin], origin[self.n_states :]
+        self.n_states = len(origin)
         if not self._shared:
+            self.cache.reorder_cache(origin)
+            return
+        row_map = self._row_map()
+        for layer in self.cache.layers:
+            layer.split(row_map, parents)
+
+    def _drop(self, alive: torch.Tensor) -> None:
+        """Forget every state but those at ``alive``, and prompts without a state."""
+        self.n_states = len(alive)
+        if not self._shared:
+            self._prompt = self._prompt[alive]
             self.cache.reorder_cache(alive)
             return
-        prompts, self._prompt_of_row = torch.unique(self._prompt_of_row[alive], return_inverse=True)
+        prompts, self._prompt = torch.unique(self._prompt[alive], return_inverse=True)
         n_before = self.cache.layers[0].keys.shape[0]
         self._keep = None if self._keep is None else self._keep[prompts]
-        row_map = RowMap.build(self._prompt_of_row, len(prompts), self._keep)
+        row_map = RowMap.build(self._prompt, len(prompts), self._keep)
         for layer in self.cache.layers:
             layer.drop(row_map, prompts if len(prompts) < n_before else None, alive)
 
 
-def _draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Inverse transform sampling: the first index at which the running sum exceeds ``uniform`` times the row's total.
+def _draw(weights: torch.Tensor, uniform: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """Inverse transform sampling: the first index at which the running sum exceeds ``uniform`` times the total.
 
     Args:
-        probabilities: [N, vocab], fp32. ``uniform``: [N] in [0, 1). The sum runs over blocks, then inside one block.
+        weights: [U, vocab], fp32, >= 0, of any scale. The sum runs over blocks, then inside one block.
+        uniform: [N] in [0, 1). ``state``: [N], which row of ``weights`` each draw is from.
     """
-    n, vocab = probabilities.shape
+    n, vocab = weights.shape
     block = 256
-    padded = torch.nn.functional.pad(probabilities, (0, -vocab % block)).view(n, -1, block)
-    outer = padded.sum(-1).cumsum(-1)  # [N, blocks]
+    padded = torch.nn.functional.pad(weights, (0, -vocab % block)) if vocab % block else weights
+    padded = padded.view(n, -1, block)
+    outer = padded.sum(-1).cumsum(-1)[state]  # [N, blocks]
     target = uniform * outer[:, -1]
     which = torch.searchsorted(outer, target[:, None], right=True)[:, 0].clamp_max(outer.shape[1] - 1)
-    rows = torch.arange(n, device=which.device)
-    before = torch.where(which > 0, outer[rows, (which - 1).clamp_min(0)], 0.0)
-    inner = padded[rows, which].cumsum(-1)
+    before = torch.where(which > 0, outer.gather(1, (which - 1).clamp_min(0)[:, None])[:, 0], 0.0)
+    inside = padded[state, which]
+    inner = inside.cumsum(-1)
     within = torch.searchsorted(inner, (target - before)[:, None], right=True)[:, 0]
-    last = (padded[rows, which] > 0).long().mul(torch.arange(1, block + 1, device=which.device)).argmax(-1)
+    last = (inside > 0).long().mul(torch.arange(1, block + 1, device=which.device)).argmax(-1)
     return which * block + torch.minimum(within, last)  # rounding never picks a token of probability zero
 
 
@@ -245,7 +303,7 @@ class LocalEngine:
         was_training = self.model.training
         self.model.eval()
         try:
-            with self._active(adapter):
+            with packed_linears(self.model), self._active(adapter):
                 return self._generate(rows)
         finally:
             if was_training:
@@ -254,15 +312,18 @@ class LocalEngine:
     def _generate(self, rows: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Sample]:
         prompts = list(dict.fromkeys(tuple(p) for p, _ in rows))
         index = {p: i for i, p in enumerate(prompts)}
-        states = [_Row(params, random.Random(params.seed)) for _, params in rows]
-        for members in self._split(prompts):
-            position = {prompt: k for k, prompt in enumerate(members)}
-            mine = [i for i, (p, _) in enumerate(rows) if index[tuple(p)] in position]
+        groups = self._split(prompts)
+        place = {i: (group, k) for group in range(len(groups)) for k, i in enumerate(groups[group])}
+        mine: list[list[_Row]] = [[] for _ in groups]
+        states = []
+        for prompt, params in rows:
+            group, k = place[index[tuple(prompt)]]
+            states.append(_Row(params, random.Random(params.seed), k))
+            mine[group].append(states[-1])
+        for members, group_rows in zip(groups, mine, strict=True):
             cache, logits, keep = self._prefill([prompts[i] for i in members])
-            select = torch.tensor([position[index[tuple(rows[i][0])]] for i in mine], device=logits.device)
-            lengths = torch.tensor([len(rows[i][0]) for i in mine], device=logits.device)
-            batch = _Batch([states[i] for i in mine], cache, select, keep)
-            self._decode(batch, logits.index_select(0, select), lengths)
+            lengths = torch.tensor([len(prompts[i]) for i in members], device=logits.device)
+            self._decode(_Batch(group_rows, cache, keep), logits, lengths)
         self.n_sampled_tokens += sum(len(s.token_ids) for s in states)
         return [
             Sample(tuple(s.token_ids), tuple(s.logprobs), "stop" if s.finish_reason == "stop" else "length")
@@ -330,47 +391,46 @@ class LocalEngine:
         )
         return out.logits
 
-    def _decode(self, batch: _Batch, logits: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Sample until every row is finished. ``logits``: [N, vocab], first token; ``lengths``: [N] of the prompts."""
-        step = 0
+    def _decode(self, batch: _Batch, logits: torch.Tensor, positions: torch.Tensor) -> None:
+        """Sample until every row is finished. ``logits``: [U, vocab], first token; ``positions``: [U], its position."""
         while True:
-            tokens = self._choose(batch.rows, logits)
-            running = [i for i, row in enumerate(batch.rows) if row.finish_reason is None]
-            if not running:
+            self._choose(batch.rows, logits)
+            tokens, origin = batch.advance(logits.device)
+            if not batch.rows:
                 return
-            if len(running) <= 0.75 * len(batch.rows):
-                alive = torch.tensor(running, device=tokens.device)
-                batch.drop(alive)
-                tokens, lengths = tokens[alive], lengths[alive]
-            logits = self._forward(tokens[:, None], None, (lengths + step)[:, None], batch.cache)[:, -1].float()
-            step += 1
+            positions = positions[origin]
+            logits = self._forward(tokens[:, None], None, positions[:, None], batch.cache)[:, -1].float()
+            positions = positions + 1
 
-    def _choose(self, rows: list[_Row], logits: torch.Tensor) -> torch.Tensor:
-        """Next token of each row by inverse transform sampling, its log-prob, and the rows' finish reasons."""
-        temperatures = torch.tensor([r.params.temperature for r in rows], device=logits.device)
+    def _choose(self, rows: list[_Row], logits: torch.Tensor) -> None:
+        """Append to each row its next token, by inverse transform sampling, and its log-prob; note why it ended.
+
+        Args:
+            logits: [U, vocab] of the rows' states.
+        """
+        device = logits.device
+        state = torch.tensor([r.state for r in rows], device=device)
+        temperatures = torch.tensor([r.params.temperature for r in rows], device=device)
         greedy = temperatures <= 0
-        if not bool((greedy | (temperatures == 1.0)).all()):
-            logits = logits / torch.where(greedy, 1.0, temperatures)[:, None]
-        normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
-        if bool(greedy.all()):
-            tokens = logits.argmax(dim=-1)
-        else:
-            uniform = torch.tensor([r.rng.random() for r in rows], device=logits.device)
-            tokens = _draw((logits - normaliser).exp_(), uniform)
-            if bool(greedy.any()):
-                tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
-        chosen = (logits.gather(1, tokens[:, None]) - normaliser)[:, 0].tolist()
+        if not bool((greedy | (temperatures == 1.0)).all()):  # as many distributions as there are rows
+            logits = logits[state] / torch.where(greedy, 1.0, temperatures)[:, None]
+            state = torch.arange(len(rows), device=device)
+        highest, best = logits.max(dim=-1)
+        weights = (logits - highest[:, None]).exp_()
+        normaliser = highest + weights.sum(-1).log()
+        tokens = best[state]
+        if not bool(greedy.all()):
+            uniform = torch.tensor([r.rng.random() for r in rows], device=device)
+            tokens = torch.where(greedy, tokens, _draw(weights, uniform, state))
+        chosen = (logits[state, tokens] - normaliser[state]).tolist()
         stops = set(self.codec.stop_token_ids)
         for row, token, logprob in zip(rows, tokens.tolist(), chosen, strict=True):
-            if row.finish_reason is not None:
-                continue
             row.token_ids.append(token)
             row.logprobs.append(logprob)
             if token in stops or (row.params.stop and self._hits_stop_string(row)):
                 row.finish_reason = "stop"
             elif len(row.token_ids) >= row.params.max_new_tokens:
                 row.finish_reason = "length"
-        return tokens
 
     def _hits_stop_string(self, row: _Row) -> bool:
         longest = max(map(len, row.params.stop))

@@ -30,13 +30,13 @@ def plain_lora(module: torch.nn.Module, name: str) -> bool:
 
 def _projection(module: Any, name: str) -> Callable[..., torch.Tensor]:
     base = module.get_base_layer()
-    weight, bias = base.weight, base.bias
+    weight, multiply = base.weight, base.forward  # the forward that ``packed_linears`` may have put there
     a = module.lora_A[name].weight.detach().to(weight.dtype)
     b = (module.lora_B[name].weight.detach() * module.scaling[name]).to(weight.dtype).t()
 
     def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        out = torch.addmm(F.linear(flat, weight, bias), F.linear(flat, a), b)
+        out = torch.addmm(multiply(flat), F.linear(flat, a), b)
         return out.view(*x.shape[:-1], out.shape[-1])
 
     return forward
