@@ -48,7 +48,7 @@ class ScriptedServer:
         fail_paths: only these paths fail when ``fail`` is set.
         fail_times: how many requests fail before ``fail`` clears itself; None = for ever.
         delay_s: wait before a completion is answered.
-        engines: data-parallel engines that ``/metrics`` shows.
+        engines: data-parallel engines that ``/metrics`` shows, and ``others_running`` requests of somebody else.
     """
 
     completion: Completion = lambda ids, body: [STOP]
@@ -65,6 +65,7 @@ class ScriptedServer:
     fail_times: int | None = None
     delay_s: float = 0.0
     engines: int = 1
+    others_running: int = 0
     lora_enabled: bool = True
     requests: list[tuple[str, Body]] = dataclasses.field(default_factory=list)
     adapters: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -171,7 +172,9 @@ class ScriptedServer:
         return web.Response()
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        rows = [f'vllm:num_requests_running{{engine="{i}",model_name="{self.model}"}} 0.0' for i in range(self.engines)]
+        running = float(self.others_running + self.in_flight)
+        labels = [f'{{engine="{i}",model_name="{self.model}"}}' for i in range(self.engines)]
+        rows = [f"vllm:num_requests_running{label} {running}" for label in labels]
         return web.Response(text="\n".join(rows) + "\n")
 
     async def _models(self, request: web.Request) -> web.Response:

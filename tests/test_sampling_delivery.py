@@ -125,6 +125,21 @@ def test_delivery_reports_its_time_and_both_errors(scripted_server: ScriptedServ
     assert report.name == adapter_name("lookup", 1) == "lookup@v1"
     assert 0 < report.load_s <= report.seconds < 5
     assert report.canary.resolved and report.canary.error_new < report.canary.error_old
+    (body,) = scripted_server.calls("/v1/completions")
+    assert body["model"] == "lookup@v1" and body["prompt"] == list(IDS) and body["prompt_logprobs"] == 0
+
+
+def test_a_busy_server_is_asked_for_single_tokens(scripted_server: ScriptedServer, tmp_path: Path) -> None:
+    """Prompt log-probs beside turns, of whomever, would kill it; the tokens that moved most tell enough."""
+    old, new = logprobs(0), logprobs(1, logprobs(0), 0.4)
+    serve(scripted_server, lambda model: logprobs(2, new if model == "lookup@v1" else old, ROUNDING))
+    scripted_server.others_running = 1
+
+    async def steps(delivery: AdapterDelivery) -> Any:
+        return await delivery.deliver("lookup", 1, folder(tmp_path, "v1"), canary(new, old))
+
+    report = deliver(scripted_server, steps)
+    assert report.canary.resolved and report.canary.error_new < report.canary.error_old
     bodies = scripted_server.calls("/v1/completions")
     asked = {len(b["prompt"]): b for b in bodies}
     assert len(bodies) == len(asked) == SCORED_TOKENS
@@ -156,6 +171,7 @@ def test_prompt_log_probs_are_never_asked_of_a_server_that_samples(
         return answer
 
     scripted_server.logprob, scripted_server.edit, scripted_server.delay_s = processed, edit, 0.02
+    scripted_server.others_running = 1  # so that the first look does not find it idle
 
     async def steps(delivery: AdapterDelivery) -> Any:
         engine: Any = delivery.engine
@@ -191,7 +207,7 @@ def test_a_server_that_ignores_the_forced_token_is_no_proof(scripted_server: Scr
         answer["choices"][0]["token_ids"] = [2]
         return answer
 
-    scripted_server.edit = edit
+    scripted_server.edit, scripted_server.others_running = edit, 1
 
     async def steps(delivery: AdapterDelivery) -> None:
         await delivery.deliver("a", 1, folder(tmp_path, "v1"), canary(new, old))

@@ -26,7 +26,7 @@ from train.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
-CAPABILITIES, VERSIONS, TURNS, TOKENS = ("stress_a", "stress_b", "stress_c"), 4, 4, 10
+CAPABILITIES, VERSIONS, TURNS, TOKENS = ("stress_a", "stress_b"), 3, 4, 8
 SPREAD = 0.06  # of B: log-probs of two versions differ by about a nat per token, rounding by some hundredths
 
 
@@ -74,6 +74,15 @@ def served(url: str) -> set[str]:
         return {m["id"] for m in json.load(answer)["data"]}
 
 
+async def other_work(engine: VllmEngine, prompt: list[int], stop: asyncio.Event) -> int:
+    """Turns of the base model without a pause: the server is never idle, as it is with several capabilities."""
+    turns = 0
+    while not stop.is_set():
+        await asyncio.gather(*(engine.sample(prompt, SamplingParams(3, 1.0, seed=turns + k)) for k in range(2)))
+        turns += 2
+    return turns
+
+
 async def one_capability(
     delivery: AdapterDelivery, engine: VllmEngine, codec: ChatCodec, reference: Reference, name: str, canary: list[int]
 ) -> list[Turn]:
@@ -106,15 +115,19 @@ async def test_adapters_come_and_go_while_others_sample(vllm_server: str, smollm
     codec = ChatCodec.from_model(str(smollm2))
     reference = await asyncio.to_thread(Reference, smollm2, tmp_path)
     text = "You are a clerk. Order 481 is pending, order 7 is shipped, ticket 92 is closed. Which may be changed?"
-    canary = codec.prompt_ids([{"role": "user", "content": text}])
+    canary = codec.prompt_ids([{"role": "user", "content": text}])[-24:]
     before = served(vllm_server)
     engine = VllmEngine(vllm_server, str(smollm2), codec.stop_token_ids)
     delivery = AdapterDelivery(engine)
     events: list[dict[str, Any]] = []
     engine.pool.on_event = events.append
     try:
+        stop = asyncio.Event()
+        others = asyncio.create_task(other_work(engine, canary[:8], stop))
         jobs = (one_capability(delivery, engine, codec, reference, name, canary) for name in CAPABILITIES)
         turns = [t for part in await asyncio.gather(*jobs) for t in part]
+        stop.set()
+        assert await others > 10
     finally:
         await delivery.close()
         await engine.close()

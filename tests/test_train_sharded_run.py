@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -63,7 +64,6 @@ def test_two_ranks_with_a_sharded_base_make_the_run_of_one_process(
     torch.set_num_threads(1)
     runs = Runs(model_folder, tmp_path, monkeypatch)
     runs("one", *FLAGS, "--max-iters 3")
-    n_scored = len([b for b in server.calls("/v1/completions") if "allowed_token_ids" in b])
     server.adapters.clear()
     for last, more in ((2, ""), (3, "--resume")):
         process = runs.start(
@@ -73,7 +73,9 @@ def test_two_ranks_with_a_sharded_base_make_the_run_of_one_process(
         assert process.returncode == 0, err[-3000:]
         held = re.search(r"sharded base: ([\d.]+) of ([\d.]+) MiB on each of 2 ranks", err)
         assert held and float(held[1]) < 0.85 * float(held[2]), "embeddings and head stay whole"
-    assert len([b for b in server.calls("/v1/completions") if "allowed_token_ids" in b]) >= n_scored > 0
+    events = [json.loads(line) for line in (tmp_path / "two/events.jsonl").read_text().splitlines()]
+    checked = [e["adapter"] for e in events if e["event"] == "check"]
+    assert sorted(checked) == [f"{name}@v{k}" for name in ("digits", "printable") for k in (1, 2, 3)]
     packs = set()
     for name in ("printable", "digits"):
         one, two = (load_file(tmp_path / f"{run}_adapters/{name}.safetensors") for run in ("one", "two"))

@@ -28,7 +28,7 @@ from train.vllm_engine import VllmEngine
 
 KEEP_VERSIONS = 2  # the newest and the one before: a straggling episode of the old policy can still end its turn
 RESOLVED_Z = 10.0  # standard errors between "new" and "old"; the verdict at half way is then five of them off
-SCORED_TOKENS = 32  # of the canary: those that tell most
+SCORED_TOKENS = 16  # of the canary: those that tell most
 MAX_ERROR = 0.5  # nats rms; no rounding does this, it is another model or another adapter
 
 

@@ -25,6 +25,7 @@ from train.vllm_protocol import (
     ServedModels,
     completion_request,
     count_engines,
+    count_requests,
     forced_request,
     parse_base_urls,
     read_forced,
@@ -369,11 +370,10 @@ class VllmEngine:
     ) -> list[float]:
         """Log-probs (temperature 1) of ``token_ids[i]`` for i in ``positions`` on one server, with a cache of its own.
 
-        Every position is a request that may sample this token only. Prompt log-probs in one request would do less work,
-        but they kill a LoRA server that samples for others at the same time: in vLLM 0.22-0.32 the LoRA kernel of the
-        logits takes the rows of the sampled tokens of the whole batch for rows of the prompt, and when the batch has
-        more of them it reads and writes outside of the prompt's logits. So prompt log-probs are asked for only where
-        forced tokens tell nothing (processed log-probs, all 0), after all else there has ended.
+        On an idle server one request for the log-probs of the whole prompt. Beside turns of others that request would
+        kill a LoRA server: in vLLM 0.22-0.32 the LoRA kernel of the logits takes the sampled rows of the whole batch
+        for rows of the prompt, and reads and writes outside of the prompt's logits where the batch has more of them. So
+        there every position is a request of its own that may sample this token only.
 
         Raises:
             ServerError: the server fails; InputError: it does not know the adapter.
@@ -381,13 +381,15 @@ class VllmEngine:
         model, salt = adapter or self.model, secrets.token_hex(8)
         self.pool.note(server, "check", adapter=adapter)
         try:
+            everything = await self._score_alone(server, scoring_request(model, token_ids, salt), token_ids)
+            if everything is not None:
+                return [everything[i - 1] for i in positions]
             longest = max(positions)  # first, so that the others find their prompts computed
             found = {longest: await self._force(server, model, token_ids, longest, salt)}
             if server.processed_logprobs is None and found[longest] == 0.0:
                 server.processed_logprobs = await self._scales_logprobs(server, token_ids)
-            if server.processed_logprobs:
-                everything = await self._score_alone(server, scoring_request(model, token_ids, salt), token_ids)
-                return [everything[i - 1] for i in positions]
+                if server.processed_logprobs:
+                    return await self.score(server, token_ids, positions, adapter)
             rest = [i for i in positions if i != longest]
             scores = await asyncio.gather(*(self._force(server, model, token_ids, i, salt) for i in rest))
             found |= dict(zip(rest, scores, strict=True))
@@ -405,17 +407,33 @@ class VllmEngine:
         body = forced_request(model, prompt, token, salt)
         return read_forced(await self.pool.request_retrying(server, "POST", "/v1/completions", body), prompt, token)
 
-    async def _score_alone(self, server: Server, body: dict[str, Any], token_ids: Sequence[int]) -> list[float]:
-        """Prompt log-probs while no turn runs on this server: new ones wait, those in flight end first."""
+    async def _score_alone(
+        self, server: Server, body: dict[str, Any], token_ids: Sequence[int]
+    ) -> list[float] | None:
+        """Prompt log-probs while nothing else runs on this server, new turns wait meanwhile; None when it is busy.
+
+        Processed log-probs of forced tokens are all 0: such a server is scored in no other way, so turns in flight are
+        waited for.
+        """
         async with server.quiet:
             server.open.clear()
             try:
-                while server.in_flight:
-                    await asyncio.wait(set(server.in_flight))
+                if server.processed_logprobs:
+                    while server.in_flight:
+                        await asyncio.wait(set(server.in_flight))
+                elif server.in_flight or await self._running_requests(server) != 0:
+                    return None
                 payload = await self.pool.request_retrying(server, "POST", "/v1/completions", body)
             finally:
                 server.open.set()
         return read_prompt_logprobs(payload, token_ids)
+
+    async def _running_requests(self, server: Server) -> int | None:
+        """Requests that anybody has there now; None when the server does not say."""
+        try:
+            return count_requests(str(await self.pool.request(server, "GET", "/metrics", None, 30.0)))
+        except (RefusedRequest, TransientFault):
+            return None
 
     # ------------------------------------------------------------------ counting
 

@@ -111,7 +111,7 @@ def read_forced(payload: Any, prompt_ids: Sequence[int], token: int) -> float:
 def scoring_request(model: str, token_ids: Sequence[int], salt: str) -> dict[str, Any]:
     """The body that asks for the log-prob of every given token (one more is sampled, as the server demands).
 
-    For a server that does nothing else meanwhile: see ``VllmEngine.score``.
+    Only for a server that does nothing else meanwhile: see ``VllmEngine.score``.
     """
     return {
         "model": model,
@@ -228,6 +228,12 @@ def count_engines(metrics: str) -> int | None:
     """Data-parallel engines behind one URL, read from ``/metrics``; None when the server does not say."""
     labels = re.findall(r'^vllm:num_requests_running\{[^}]*engine="(\d+)"', metrics, re.MULTILINE)
     return len(set(labels)) or None
+
+
+def count_requests(metrics: str) -> int | None:
+    """Requests running or waiting, read from ``/metrics``; None when the server does not say."""
+    found = re.findall(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? +([\d.e+]+)$", metrics, re.MULTILINE)
+    return round(sum(map(float, found))) if found else None
 
 
 def error_message(status: int, text: str) -> str:
