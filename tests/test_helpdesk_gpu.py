@@ -300,14 +300,14 @@ def test_agreement_of_two_minings_by_hand() -> None:
     assert findings.selection_agreement(first, first)["jaccard"] == 1.0
 
 
-def test_the_command_writes_json_figures_page_and_readme(finished: Path, tmp_path: Path) -> None:
+def test_the_command_writes_json_figures_page_and_readme(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- helpdesk_gpu:begin -->\nold\n<!-- helpdesk_gpu:end -->\nafter\n")
-    command = [sys.executable, str(FOLDER / "table.py"), "--run", str(finished), "--size", "tiny", "--out"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "out"), "--readme", str(readme)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    flags = ["--run", str(finished), "--size", "tiny", "--out", str(tmp_path / "out"), "--readme", str(readme)]
+    monkeypatch.setattr(sys, "argv", ["table", *flags])
+    assert table.main() == 0
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "\nold\n" not in text
     assert "| token top-1 gate (SFT) | 80.0" in text and "| claim | measured | holds |" in text

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from pipeline.files import InputError
-from train.merge import DENSITY, METHODS, MergeMethod, merge_adapters
+from train.merge_methods import DENSITY, METHODS, MergeMethod
 from train.systems import System
 
 UNION = "union"
@@ -78,6 +78,10 @@ def _merges(args: argparse.Namespace, folders: Mapping[str, str]) -> list[System
     methods = list(dict.fromkeys(filter(None, (m.strip() for m in (args.merge or "").split(",")))))
     if unknown := [m for m in methods if m not in METHODS]:
         raise InputError(f"--merge {unknown[0]!r}: expected a comma list of {', '.join(METHODS)}")
+    if not methods:
+        return []
+    from train.merge import merge_adapters
+
     systems = []
     for method in cast("list[MergeMethod]", methods):
         target = args.out_dir / MERGE_NAMES[method]

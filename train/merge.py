@@ -16,7 +16,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +25,8 @@ from moe_gate.adapters import LoraAdapter, load_adapter
 from moe_gate.factors import LoraFactors
 from pipeline.files import InputError
 from train.lora import write_peft_folder
+from train.merge_methods import DENSITY, MergeMethod
 
-MergeMethod = Literal["linear", "ties", "dare_linear", "dare_ties"]
-METHODS: tuple[MergeMethod, ...] = ("linear", "ties", "dare_linear", "dare_ties")
-DENSITY = 0.2  # of entries kept; the published TIES setting
 _MEANS = ("ties", "dare_ties")  # they divide by the number of agreeing adapters themselves
 
 
