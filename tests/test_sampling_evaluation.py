@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 import subprocess
 import sys
@@ -36,7 +35,6 @@ from train.evaluation_stats import (
     summarize,
     union_trials,
 )
-from train.svg import heat_map, interval_chart, line_chart, nice_ticks
 
 
 def trial(seed: int, index: int, reward: float | None, **more: Any) -> Trial:
@@ -467,28 +465,6 @@ def test_metrics_without_curves_are_refused(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------ pictures
-
-
-@given(st.floats(-50, 50), st.floats(0.01, 100))
-@settings(max_examples=60, deadline=None)
-def test_ticks_are_round_and_inside(low: float, span: float) -> None:
-    ticks = nice_ticks(low, low + span)
-    assert 1 <= len(ticks) <= 12 and all(low - 1e-6 <= t <= low + span + 1e-6 for t in ticks)
-
-
-def test_charts_place_values_where_they_belong() -> None:
-    chart = interval_chart([("a", [("m", {"value": 0.0, "low": 0.0, "high": 0.5})])], "t")
-    right = interval_chart([("a", [("m", {"value": 1.0, "low": 0.5, "high": 1.0})])], "t")
-    x = [
-        float(re.findall(r'<circle cx="([\d.]+)" cy="[\d.]+" r="4.5" fill="[^"]+"><title>', c)[0])
-        for c in (chart, right)
-    ]
-    assert x[1] - x[0] == pytest.approx(440.0)
-    lines = line_chart({"a": [(0, 0.0), (10, 1.0)]}, "t", "y")
-    (x0, y0), (x1, y1) = [tuple(map(float, p.split(","))) for p in re.findall(r'points="([^"]+)"', lines)[0].split()]
-    assert x1 - x0 == pytest.approx(560.0) and y0 - y1 == pytest.approx(220.0)
-    shades = [float(v) for v in re.findall(r'fill-opacity="([\d.]+)"', heat_map([[0.0, 1.0]], ["a", "b"], ["0"], "t"))]
-    assert shades == [0.03, 1.0] and not math.isnan(sum(shades))
 
 
 def test_seeds_that_were_mined_are_refused(

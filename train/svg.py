@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 COLOURS = ("#2a6fbb", "#d9742b", "#3a9a5b", "#b8405e", "#7a5fb5", "#8a7434", "#3b9fae", "#777777")
@@ -82,8 +82,12 @@ def _legend(names: Sequence[str], x: float, y: float) -> list[str]:
     for k, name in enumerate(names):
         parts.append(f'<circle cx="{x + 5:.1f}" cy="{y:.1f}" r="4.5" fill="{COLOURS[k % len(COLOURS)]}"/>')
         parts.append(_text(x + 14, y + 4, name))
-        x += 30 + 7.2 * len(name)
+        x += _legend_width([name])
     return parts
+
+
+def _legend_width(names: Iterable[str]) -> float:
+    return sum(30 + 7.2 * len(name) for name in names)
 
 
 def line_chart(
@@ -118,14 +122,16 @@ def line_chart(
             cx, cy = place(x, y)
             tip = escape(f"{name}, iteration {x:g}: {y:.3f}")
             parts.append(f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="2.6" fill="{colour}"><title>{tip}</title></circle>')
-    parts += _legend(list(series), left + 24 + 6.4 * len(y_label), top - 16)
-    return _svg(left + width + 20, top + height + 46, parts, title)
+    start = left + 24 + 6.4 * len(y_label)
+    parts += _legend(list(series), start, top - 16)
+    return _svg(max(left + width + 20, start + _legend_width(series)), top + height + 46, parts, title)
 
 
 def heat_map(rows: Sequence[Sequence[float]], columns: Sequence[str], labels: Sequence[str], title: str) -> str:
     """Shares in [0, 1] as shades; row = layer, column = slot."""
-    left, cell_width, cell_height, top = 60.0, 130.0, 15.0, 34.0
-    parts = [_text(left + (j + 0.5) * cell_width, top - 8, name[:18], "middle") for j, name in enumerate(columns)]
+    left, cell_height, top = 60.0, 15.0, 34.0
+    cell_width = max(110.0, 12 + 7.2 * max(map(len, columns), default=0))
+    parts = [_text(left + (j + 0.5) * cell_width, top - 8, name, "middle") for j, name in enumerate(columns)]
     for i, row in enumerate(rows):
         y = top + i * cell_height
         parts.append(_text(left - 8, y + 11, labels[i], "end"))
