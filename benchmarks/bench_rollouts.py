@@ -22,14 +22,11 @@ import json
 import os
 import platform
 import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -38,6 +35,7 @@ import aiohttp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.serving import served
 from game_registry import GameSpec, Message
 from pipeline.files import InputError, ServerError, run_cli, write_json
 from train.chat import ChatCodec
@@ -211,48 +209,18 @@ async def time_delivery(engine: VllmEngine, model: str, prompt: list[int], rank:
     }
 
 
-@contextlib.asynccontextmanager
-async def server(args: argparse.Namespace) -> AsyncIterator[str]:
+@contextlib.contextmanager
+def server(args: argparse.Namespace) -> Iterator[str]:
     """The given server, or one started here and ended afterwards."""
     if not args.start_server:
         yield args.base_url
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, "--port", str(port)]
-    command += ["--host", "127.0.0.1", *SERVER_FLAGS.split(), *args.server_flags.split()]
+    flags = [*SERVER_FLAGS.split(), *args.server_flags.split()]
     if args.size == "cpu":
-        command += ["--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "16"]
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
-    env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
-    with open(args.server_log, "wb") as log:
-        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        await asyncio.to_thread(_wait_for_health, process, url, args.server_start_s, args.server_log)
+        flags += ["--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "16"]
+    Path(args.server_log).unlink(missing_ok=True)
+    with served(args.model, flags, args.server_log, args.server_start_s) as url:
         yield url
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-
-def _wait_for_health(process: subprocess.Popen[bytes], url: str, limit_s: float, log: str) -> None:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise ServerError(f"the server exited with {process.returncode}; see {log}")
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=2):
-                return
-        except OSError:
-            time.sleep(0.5)
-    raise ServerError(f"the server did not answer within {limit_s:g} s; see {log}")
 
 
 async def bench(args: argparse.Namespace, size: Size) -> dict[str, Any]:
@@ -260,7 +228,7 @@ async def bench(args: argparse.Namespace, size: Size) -> dict[str, Any]:
 
     A round's bare client sends the requests of the episodes before it.
     """
-    async with server(args) as url:
+    with server(args) as url:
         codec = ChatCodec.from_model(args.tokenizer or args.model)
         engine = RecordingEngine(url, args.served_model or args.model, (), api_key=os.environ.get("VLLM_API_KEY"))
         engine.prompts = []
