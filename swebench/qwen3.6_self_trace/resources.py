@@ -118,6 +118,7 @@ class Estimate:
         self.episodes = int(grpo.get("max_iters", 40)) * int(grpo.get("groups_per_batch", 8))
         self.episodes *= int(grpo.get("group_size", 16)) * self.plan.capabilities
         self.instances = settings.dataset.expected_instances or 500
+        self.score_share = 1 - float(parse_shares(settings.mine_score))
 
     # ------------------------------------------------------------------ memory, bytes
 
@@ -164,14 +165,14 @@ class Estimate:
         prefill = self.compute(2 * self.sizes.parameters * prompt_tokens, self.serving)
         return prefill + self.decode(sampled_tokens, context)
 
-    def run_agent(self) -> float:
+    def run_agent(self, instances: float) -> float:
         """Phases 1 and 6: the model or the commands, whichever is slower, then the harness."""
         p, s = self.plan, self.settings
-        steps = self.instances * p.steps
+        steps = instances * p.steps
         context = p.steps * (p.step_tokens + p.observation_tokens) / 2
         model = self.generate(steps * p.observation_tokens, steps * p.step_tokens, context)
         commands = steps * p.command_s / s.agent.workers
-        return max(model, commands) + self.instances * p.grade_s / s.grading.workers
+        return max(model, commands) + instances * p.grade_s / s.grading.workers
 
     def mine(self) -> float:
         p, s = self.plan, self.settings
@@ -208,7 +209,7 @@ class Estimate:
         images = f"{self.instances * self.plan.instance_disk_gib:.0f} GiB of images"
         training = f"{self.saved_gib():.0f} GiB of checkpoints, {self.weights / GIB:.0f} GiB of export on another disk"
         return [
-            Row("1 baseline", serving, held, self.run_agent() / HOURS, agent, images),
+            Row("1 baseline", serving, held, self.run_agent(self.instances) / HOURS, agent, images),
             Row("2 mining", serving, held, self.mine() / HOURS, "prefill + decode of N labellings", "< 1 GiB"),
             Row("3 synthesis", serving, held, self.synthesize() / HOURS, "tries * (writer + 2 samples)", "< 1 GiB"),
             Row("4 validation", serving, held, self.confirm() / HOURS, "scenarios * rollouts", "< 1 GiB"),
@@ -216,7 +217,7 @@ class Estimate:
                 "5 training", f"{serving} + {self.trainers} training", trainer, self.train() / HOURS,
                 "max(sampling, 6 P T / trainers)", training,
             ),
-            Row("6 final", serving, held, self.run_agent() / HOURS, agent, images),
+            Row("6 final", serving, held, self.run_agent(self.instances * self.score_share) / HOURS, agent, images),
         ]  # fmt: skip
 
     def facts(self) -> list[str]:
@@ -266,7 +267,8 @@ def markdown(estimate: Estimate) -> str:
     lines = [f"* {fact}" for fact in estimate.facts()]
     lines += ["", "| phase | GPUs | GiB on one GPU | hours (estimate) | time is | disk |", "|---|---|---|---|---|---|"]
     for row in estimate.rows():
-        lines.append(f"| {row.phase} | {row.gpus} | {row.memory} | {row.hours:.1f} | {row.formula} | {row.disk} |")
+        hours = f"{row.hours:.1f}" if row.hours >= 0.1 else "< 0.1"
+        lines.append(f"| {row.phase} | {row.gpus} | {row.memory} | {hours} | {row.formula} | {row.disk} |")
     return "\n".join(lines)
 
 
