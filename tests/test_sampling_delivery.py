@@ -17,6 +17,7 @@ from train.delivery import SCORED_TOKENS, AdapterDelivery, Canary, DeliveryError
 from train.engine import SamplingParams
 from train.vllm_engine import VllmEngine
 from train.vllm_pool import PoolTimes
+from train.vllm_protocol import count_requests
 
 FAST = PoolTimes(request_s=2.0, probe_every_s=0.1, probe_timeout_s=0.3, patience_s=0.3, backoff_s=0.01)
 N = 200
@@ -198,6 +199,35 @@ def test_prompt_log_probs_are_never_asked_of_a_server_that_samples(
     for report in deliver(scripted_server, steps):
         assert report.canary.resolved and not report.canary.wrong
     assert busy == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ("", None),
+        ("vllm:num_requests_running 0.0\n", 0),
+        ('# HELP x\nvllm:num_requests_running{engine="0",model_name="a b"} 3.0\n', 3),
+        ('vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 1e+02\n', 102),
+        ('vllm:num_requests_waiting_by_reason{reason="capacity"} 7.0\nvllm:num_requests_running{engine="0"} 1.0\n', 1),
+        ('vllm:num_requests_running{engine="0"} 1.0\nvllm:num_requests_running{engine="1"} 2.0\n', 3),
+    ],
+)
+def test_requests_of_anybody_are_counted(metrics: str, expected: int | None) -> None:
+    assert count_requests(metrics) == expected
+
+
+def test_a_server_that_says_nothing_about_its_load_is_taken_for_busy(
+    scripted_server: ScriptedServer, tmp_path: Path
+) -> None:
+    old, new = logprobs(0), logprobs(1, logprobs(0), 0.4)
+    serve(scripted_server, lambda model: logprobs(2, new, ROUNDING))
+    scripted_server.fail, scripted_server.fail_paths = "500", ("/metrics",)
+
+    async def steps(delivery: AdapterDelivery) -> None:
+        await delivery.deliver("a", 1, folder(tmp_path, "v1"), canary(new, old))
+
+    deliver(scripted_server, steps)
+    assert all("allowed_token_ids" in body for body in scripted_server.calls("/v1/completions"))
 
 
 def test_a_server_that_ignores_the_forced_token_is_no_proof(scripted_server: ScriptedServer, tmp_path: Path) -> None:
