@@ -1,6 +1,6 @@
 """mini-swe-agent over the instances: several at a time, every end typed, nothing done twice.
 
-An instance is finished when ``trajectories/<id>/outcome.json`` is there; it is written last. So a run that was killed
+An instance is finished when ``outcomes/<id>.json`` is there; it is written last. So a run that was killed
 at any moment goes on where it was. Infrastructure errors (a dead server, a broken container, a crashed process) are
 no ends: they are tried again, in this run and by the next one.
 """
@@ -122,7 +122,7 @@ def read_outcomes(out: Path, ids: Sequence[str]) -> dict[str, Outcome]:
     """The finished instances among ``ids``."""
     found = {}
     for instance_id in ids:
-        path = out / "trajectories" / instance_id / "outcome.json"
+        path = out / "outcomes" / f"{instance_id}.json"
         if path.exists():
             found[instance_id] = check(Outcome, read_json(path, "outcome"), f"outcome {path}")
     return found
@@ -270,7 +270,7 @@ class AgentRun:
         for source in (work / "output" / name / f"{name}.traj.json", work / "driver.log"):
             if source.exists():
                 os.replace(source, kept / source.name)
-        write_json(kept / "outcome.json", outcome.model_dump(mode="json"))
+        write_json(self.out / "outcomes" / f"{name}.json", outcome.model_dump(mode="json"))
         shutil.rmtree(work, ignore_errors=True)
         return outcome
 

@@ -5,7 +5,7 @@
     runs/<run_name>/
       run.json             settings, digests, versions, the recorded mine/score split
       dataset.jsonl        the instances, frozen when the run began
-      phase1/              preds.json, trajectories/<id>/<id>.traj.json, report.json, summary.json
+      phase1/              preds.json, trajectories/<id>/<id>.traj.json, outcomes/<id>.json, report.json, summary.json
       phase2/              summaries.jsonl, run_NN.json, candidate_capabilities.json, selected_capabilities.json
       phase3/<capability>/scenarios_parsed.json
       phase4/<capability>.json
