@@ -96,7 +96,7 @@ def grade(settings: RunSettings, folder: RunFolder, out: Path, instances: Sequen
         raise InputError(f"predictions {out / 'preds.json'}: {unknown[0]} is not among the instances; remove it")
     where = out / "grading"
     where.mkdir(parents=True, exist_ok=True)
-    _drop_stale(where, predictions)
+    _drop_stale(where, predictions, unfinished=settings.grading.backend == "modal")
     if settings.grading.backend == "local":
         _grade_here(settings, folder, where, instances, predictions)
     else:
@@ -112,12 +112,17 @@ def log_folder(where: Path, prediction: Prediction) -> Path:
     return where / "logs" / "run_evaluation" / RUN_ID / model / prediction.instance_id
 
 
-def _drop_stale(where: Path, predictions: Mapping[str, Prediction]) -> None:
-    """Remove reports of patches that have changed since (an instance that ended in an error was run again)."""
+def _drop_stale(where: Path, predictions: Mapping[str, Prediction], *, unfinished: bool = False) -> None:
+    """Remove reports of patches that have changed since (an instance that ended in an error was run again).
+
+    Args:
+        unfinished: also what has no report; on Modal the harness passes over every folder that is there.
+    """
     for prediction in predictions.values():
         logs = log_folder(where, prediction)
         patch = logs / "patch.diff"
-        if logs.exists() and not (patch.exists() and patch.read_text("utf-8") == (prediction.model_patch or "")):
+        same = patch.exists() and patch.read_text("utf-8") == (prediction.model_patch or "")
+        if logs.exists() and not (same and ((logs / "report.json").exists() or not unfinished)):
             shutil.rmtree(logs)
 
 
