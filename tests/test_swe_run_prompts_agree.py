@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
+import subprocess
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -208,6 +210,24 @@ def test_the_readme_names_every_script_and_only_scripts_that_exist() -> None:
     assert {n for n in named if "<" not in n} - {"phase3_synthesis.py"} == scripts
     for name in re.findall(r"`?(?:swebench/qwen3\.6_self_trace|configs|examples)/[\w./]+\.(?:py|sh|yaml)", README):
         assert (ROOT / name.strip("`")).is_file(), name
+
+
+def test_the_script_of_the_whole_run_calls_every_phase_in_order(tmp_path: Path) -> None:
+    """With programs that only write down how they were called."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\necho "$CUDA_VISIBLE_DEVICES $*" >> {tmp_path}/calls\n')
+    python.chmod(0o755)
+    env = os.environ | {"PYTHON": str(python), "SERVE": "0,1", "TRAIN": "2,3", "RUN": str(tmp_path / "run")}
+    done = subprocess.run(["bash", str(PHASES / "run_all.sh")], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [re.findall(r"(phase[1-6])_\w+\.py", c)[-1] for c in calls] == [f"phase{n}" for n in (1, 2, 3, 3, 4, 5, 6)]
+    for call in calls:
+        assert call.startswith("0,1 ") and "--config configs/swebench_qwen36_vllm.yaml" in call
+        assert "run_server.py" not in call or "-- env CUDA_VISIBLE_DEVICES=2,3" in call
+    assert calls[-1].endswith(f"--checkpoint {tmp_path}/run/phase5/exported --serve")
+    python.write_text("#!/bin/bash\nexit 7\n")
+    assert subprocess.run(["bash", str(PHASES / "run_all.sh")], env=env).returncode == 7
 
 
 @pytest.mark.parametrize(

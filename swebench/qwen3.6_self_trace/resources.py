@@ -204,7 +204,7 @@ class Estimate:
         held = f"{self.weights / self.serving / GIB:.1f} weights + {self.cache() / GIB:.1f} cache"
         whole, sharded = self.trainer(1) / GIB, self.trainer(self.trainers) / GIB
         trainer = f"{held}; trainer {whole:.1f}"
-        trainer += f" ({sharded:.1f} with a sharded base)" if self.trainers > 1 else ""
+        trainer += f" ({sharded:.1f} with shard_base)" if self.trainers > 1 else ""
         agent = "max(model, steps * command / workers) + grading"
         images = f"{self.instances * self.plan.instance_disk_gib:.0f} GiB of images"
         training = f"{self.saved_gib():.0f} GiB of checkpoints, {self.weights / GIB:.0f} GiB of export on another disk"
