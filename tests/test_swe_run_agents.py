@@ -224,6 +224,48 @@ def test_the_real_driver_ends_with_its_phase_while_it_works(tmp_path: Path) -> N
     assert driver.wait(10) == -signal.SIGKILL
 
 
+FAKE_PACKAGE = """
+import pathlib, subprocess
+def process_instance(instance, output, config, progress):
+    print("heard by the log", flush=True)
+    if instance["instance_id"] == "broken":
+        raise RuntimeError("cannot start")
+    done = subprocess.run("cat; cat &", shell=True, capture_output=True, text=True, timeout=10)
+    (output / "heard").write_text(repr(done.stdout))
+"""
+
+
+def test_the_driver_keeps_its_channels_to_itself(tmp_path: Path) -> None:
+    """A command that reads stdin hears nothing, a background one steals no job, an exception ends one job only."""
+    package = tmp_path / "fake" / "minisweagent" / "run" / "benchmarks"
+    (package / "utils").mkdir(parents=True)
+    (package / "swebench.py").write_text(FAKE_PACKAGE)
+    (package / "utils" / "batch_progress.py").write_text("RunBatchProgressManager = int")
+    lines = ""
+    for name in ("one", "broken", "two"):
+        job = {"instance": {"instance_id": name}, "config": {}, "output": str(tmp_path / name)}
+        (tmp_path / f"{name}.json").write_text(json.dumps(job | {"log": str(tmp_path / f"{name}.log")}))
+        lines += f"{tmp_path / name}.json\n"
+    driver = subprocess.Popen(
+        [sys.executable, str(PHASES / "run_agent_driver.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "fake")},
+        start_new_session=True,
+    )
+    assert driver.stdin is not None and driver.stdout is not None
+    driver.stdin.write(lines)
+    driver.stdin.flush()
+    assert [driver.stdout.readline() for _ in range(3)] == ["over\n"] * 3
+    driver.stdin.close()
+    driver.wait(10)
+    driver.stdout.close()
+    assert (tmp_path / "one" / "heard").read_text() == (tmp_path / "two" / "heard").read_text() == "''"
+    assert "heard by the log" in (tmp_path / "one.log").read_text()
+    assert "RuntimeError: cannot start" in (tmp_path / "broken.log").read_text()
+
+
 def _processes() -> list[str]:
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):

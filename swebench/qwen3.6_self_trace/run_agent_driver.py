@@ -14,13 +14,14 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from typing import TextIO
 
 os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
 
 
-def read_jobs(jobs: "queue.Queue[str]") -> None:
+def read_jobs(source: TextIO, jobs: "queue.Queue[str]") -> None:
     """Hand on the lines of stdin; at its end the phase is gone, and so must be this process and its children."""
-    for line in sys.stdin:
+    for line in source:
         jobs.put(line.strip())
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
@@ -44,9 +45,11 @@ def run(path: Path) -> None:
 
 
 def main() -> None:
-    report = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    # Private copies, which no child inherits: a command of the model that reads its stdin must not get the next job.
+    source, report = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     jobs: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=read_jobs, args=(jobs,), daemon=True).start()
+    threading.Thread(target=read_jobs, args=(source, jobs), daemon=True).start()
     while True:
         run(Path(jobs.get()))
         sys.stdout.flush()
