@@ -161,6 +161,13 @@ def test_a_missing_reward_is_an_error(tmp_path: Path) -> None:
         phase4.rates_of(tmp_path / "r.json", [small()], 1)
 
 
+@pytest.mark.parametrize("entry", [{"outcome": "scored"}, {"task_id": "7", "outcome": "scored"}, "text"])
+def test_damaged_rollouts_are_named(tmp_path: Path, entry: Any) -> None:
+    helpers.write(tmp_path / "r.json", {"simulations": [entry]})
+    with pytest.raises(InputError, match=r"simulations\[0\]"):
+        phase4.rates_of(tmp_path / "r.json", [small()], 1)
+
+
 GOOD = [{"name": "oracle", "passed": True, "found": "", "expected": "", "advice": ""}]
 BAD = [GOOD[0] | {"passed": False}]
 

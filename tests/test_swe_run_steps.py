@@ -48,6 +48,14 @@ def test_what_changed_runs_again(tmp_path: Path, change: str) -> None:
     assert run_steps(tmp_path, [step]) == 0 and is_done(tmp_path, step)
 
 
+def test_where_a_server_listens_changes_nothing(tmp_path: Path) -> None:
+    """A server that came back on another port is the same server: hours of work are not done again."""
+    first = Step("a", ("x.py", "--base-url", "http://a:1", "--model", "m"), environment={"VLLM_BASE_URLS": "http://a:1"})
+    moved = Step("a", ("x.py", "--base-url", "http://b:2", "--model", "m"), environment={"VLLM_BASE_URLS": "http://b:2"})
+    other = Step("a", ("x.py", "--base-url", "http://a:1", "--model", "n"), environment={"VLLM_BASE_URLS": "http://a:1"})
+    assert first.fingerprint() == moved.fingerprint() != other.fingerprint()
+
+
 @pytest.mark.parametrize("code", [1, 2, 7])
 def test_the_exit_code_of_a_failing_step_comes_out_and_nothing_follows(tmp_path: Path, code: int) -> None:
     steps = [Step("a", writes(tmp_path / "a", code=code)), Step("b", writes(tmp_path / "b"))]

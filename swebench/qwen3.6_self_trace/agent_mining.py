@@ -43,7 +43,8 @@ def program(args: argparse.Namespace) -> str:
 def run(args: argparse.Namespace, folder: RunFolder, settings: RunSettings, mined_inputs: list[str]) -> int:
     """Prepare the agent's folder, let it work, and take over its candidates, runs and summaries."""
     root = folder.phase2 / "agent_root"
-    if not (root / "config.yaml").is_file():
+    config = root / "config.yaml"
+    if not config.is_file() or config.read_text(encoding="utf-8") != config_text(settings):
         prepare(root, args, settings, mined_inputs)
     command = ["pipeline/run_agent.py", "--stage", "capability", "--agent", args.agent, "--root", str(root)]
     command += ["--config", str(root / "config.yaml"), "--work-dir", str(folder.phase2 / "agent")]
@@ -69,13 +70,18 @@ def prepare(root: Path, args: argparse.Namespace, settings: RunSettings, mined_i
     n = copy_mined(mined_inputs, root / "results", None if args.mine_all else settings.mine_score)
     if n == 0:
         raise InputError("phase 2: the mine part has no trajectory; check phase 1's output and mine_score")
+    write_text(root / "config.yaml", config_text(settings))
+
+
+def config_text(settings: RunSettings) -> str:
+    """The configuration that the agent's prompt is rendered from."""
     m = settings.mining
     config = {
         "model": settings.model.name, "run_name": settings.run_name, "benchmark": "swebench", "output_dir": "labels",
         "eval_results": "results/trajectories", "eval_labels": "results/evaluation", "n_runs": m.n_runs,
         "n_candidates": m.n_candidates, "k_consistency": m.k, "rho": m.rho, "delta": m.delta,
     }  # fmt: skip
-    write_text(root / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+    return yaml.safe_dump(config, sort_keys=False)
 
 
 def copy_mined(sources: list[str], target: Path, shares: str | None) -> int:

@@ -21,18 +21,28 @@ from typing import Any
 import generated_env
 import scenario_panel
 from checks import command_of, export_key, names_of, read_object, require_disk, require_file, require_model
+from pydantic import BaseModel, ConfigDict, StrictStr
 from run_folder import DryRun, RunFolder, open_phase, phase_parser
 from run_settings import RunSettings
 from steps import Step, run_steps
 
 from pipeline import environment_status, sandbox
 from pipeline.calibration_stats import wilson
-from pipeline.files import InputError, ServerError, finite, run_cli, write_json
+from pipeline.files import InputError, ServerError, check, finite, run_cli, write_json
 from pipeline.panel_checks import Check
 from pipeline.scenarios import Scenario, save_scenarios
 from pipeline.selection_export import read_entries
 
 SUCCESS = 1.0 - 1e-9
+
+
+class RolloutRecord(BaseModel):
+    """What is needed of an episode."""
+
+    model_config = ConfigDict(extra="ignore")
+    task_id: StrictStr
+    outcome: StrictStr
+    reward_info: dict[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,16 +106,20 @@ def rates_of(path: Path, scenarios: Sequence[Scenario], wanted: int) -> list[Rat
     """Pass rates of a rollouts file; task ``i`` is scenario ``i``.
 
     Raises:
-        ServerError: fewer than half of a scenario's rollouts could be scored.
+        InputError: the file is damaged. ServerError: fewer than half of a scenario's rollouts could be scored.
     """
     data = read_object(path, "rollouts file")
     counts = [[0, 0, 0] for _ in scenarios]
     for number, entry in enumerate(data.get("simulations") or []):
-        index = int(entry["task_id"])
-        if entry.get("outcome") != "scored":
+        where = f"rollouts file {path} simulations[{number}]"
+        record = check(RolloutRecord, entry, where)
+        index = int(record.task_id) if record.task_id.isdecimal() else len(scenarios)
+        if index >= len(scenarios):
+            raise InputError(f"{where}: task {record.task_id!r} is no scenario of the set; delete the file")
+        if record.outcome != "scored":
             counts[index][2] += 1
             continue
-        reward = finite((entry.get("reward_info") or {}).get("reward"), f"{path} simulations[{number}] reward")
+        reward = finite((record.reward_info or {}).get("reward"), f"{where} reward")
         counts[index][0] += reward >= SUCCESS
         counts[index][1] += 1
     rates = [Rate(*count) for count in counts]

@@ -20,6 +20,7 @@ from pipeline.files import InputError, parse_json, read_text, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 PR_SET_PDEATHSIG = 1
+PLACES = ("--base-url", "--solver-base-url", "VLLM_BASE_URLS")
 TERM_GRACE_S = 20.0  # a trainer finishes writing its checkpoint
 
 
@@ -48,8 +49,11 @@ class Step:
         return self.command if self.raw else (sys.executable, *self.command)
 
     def fingerprint(self) -> str:
-        """Digest of the command, its own variables, and the content of its inputs."""
-        digest = hashlib.sha256(json.dumps([self.command, sorted(self.environment.items())]).encode())
+        """Digest of the command, its own variables, and the content of its inputs; not of where a server listens."""
+        pairs = zip(("", *self.command), self.command, strict=False)
+        words = [word for before, word in pairs if before not in PLACES]
+        variables = sorted((name, value) for name, value in self.environment.items() if name not in PLACES)
+        digest = hashlib.sha256(json.dumps([words, variables]).encode())
         for path in self.inputs:
             digest.update(f"{path.name}\0".encode())
             if path.is_file():

@@ -122,7 +122,7 @@ def token_answers(answers: ScriptedAnswers, model: Path) -> Callable[[list[int],
 
     def completion(ids: list[int], _body: dict[str, Any]) -> list[int]:
         said = answers.completion(tokenizer.decode(ids, skip_special_tokens=False)) or "I do not know this task."
-        return [*tokenizer.encode(said, add_special_tokens=False).ids, end]
+        return [*tokenizer.encode(said, add_special_tokens=False).ids, *([end] if end is not None else [])]
 
     return completion
 
