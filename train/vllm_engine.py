@@ -187,6 +187,7 @@ class VllmEngine:
         while True:
             server = await self.pool.choose(prompt_ids, salt, avoid=failed)
             try:
+                await server.open.wait()
                 await self._check_logprobs(server, prompt_ids, params.temperature)
                 await server.open.wait()
                 payload = await self.pool.request(server, "POST", "/v1/completions", body)
