@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 RUN=${RUN:-runs/quickstart}
 MODEL=${MODEL:-models/smollm2}
-ITERATIONS=${ITERATIONS:-14}
+ITERATIONS=${ITERATIONS:-20}
 SEEDS=${SEEDS:-10000:10128}
 mkdir -p "$RUN/done"
 export OMP_WAIT_POLICY=passive KMP_BLOCKTIME=0 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
