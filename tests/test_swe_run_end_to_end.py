@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,15 @@ import pytest
 import run_checkpoint
 import run_comparison
 import run_evaluation
+import run_server
 import yaml
 from run_accounting import Account
 from run_declared import read_declared
 from run_folder import RunFolder
 from run_scripted_model import scripted_server as scripted_model
-from run_settings import RunSettings
-from scripted_server import ScriptedServer
-from swe_run_helpers import MINIATURE, ROOT, needs_agents, phase, read, settings_data, write_config
+from run_settings import RunSettings, load_settings
+from scripted_server import ScriptedServer, free_port
+from swe_run_helpers import MINIATURE, PHASES, ROOT, environment, needs_agents, phase, read, settings_data, write_config
 
 from pipeline.files import InputError, ServerError
 from pipeline.readers.coding_agents import read_mini
@@ -106,6 +108,24 @@ def test_phase_1_again_asks_nothing_again(base: Base) -> None:
     done = base.run("phase1_baseline_eval.py")
     assert done.returncode == 0 and len(base.server.calls("/v1/chat/completions")) == asked
     assert (base.folder.phase1 / "summary.json").read_bytes() == before
+
+
+@needs_agents
+def test_launch_starts_a_server_and_stops_it(base: Base, tmp_path: Path) -> None:
+    """The finished run again, with a server of its own: the scripted model in the place of vLLM."""
+    port = free_port()
+    program = str(PHASES / "run_scripted_model.py")
+    server = {"command": ["python", program], "args": f"--port {port}", "start_timeout_s": 60}
+    model = base.data["model"] | {"base_url": f"http://127.0.0.1:{port}"}
+    config = write_config(tmp_path, base.data | {"server": server, "model": model})
+    line = [str(PHASES / "launch_phase1.sh"), "--config", str(config), "--run-dir", str(base.folder.root)]
+    env = environment() | {"PYTHON": sys.executable}
+    dry = subprocess.run([*line, "--dry-run"], capture_output=True, text=True, env=env, cwd=ROOT, timeout=120)
+    assert dry.returncode == 0 and "will be started" in dry.stdout, dry.stdout
+    done = subprocess.run(line, capture_output=True, text=True, env=env, cwd=ROOT, timeout=120)
+    assert done.returncode == 0 and "started as process" in done.stdout, done.stderr
+    assert "(2 of 3 instances)" in done.stdout
+    assert not run_server.alive(load_settings(config))
 
 
 @needs_agents

@@ -23,6 +23,7 @@ import run_server
 import yaml
 from pydantic import ValidationError
 from run_agents import Outcome
+from run_checks import startable
 from run_folder import RunFolder, make_split
 from run_grading import read_predictions
 from run_settings import DEFAULT_CONFIG, RunSettings, digest, load_settings
@@ -466,6 +467,18 @@ def test_launch_script_is_sound() -> None:
     env = environment() | {"PYTHON": sys.executable}
     done = subprocess.run([str(script), "--help"], capture_output=True, text=True, env=env, cwd="/")
     assert done.returncode == 0 and "phase1_baseline_eval.py" in done.stdout
+
+
+def test_a_server_that_can_be_started(tmp_path: Path, scripted_server: ScriptedServer) -> None:
+    settings = RunSettings.model_validate(server_settings(tmp_path))
+    command_line = run_server.command_line(settings)
+    assert "will be started" in startable(settings, command_line)
+    with pytest.raises(InputError, match="not found"):
+        startable(settings, ["no-such-program"])
+    with pytest.raises(InputError, match="has no package no_such_package"):
+        startable(settings, [sys.executable, "-m", "no_such_package.server"])
+    with pytest.raises(InputError, match="is taken"):
+        startable(RunSettings.model_validate(settings_data(scripted_server.url)), command_line)
 
 
 def test_both_configurations_are_read() -> None:

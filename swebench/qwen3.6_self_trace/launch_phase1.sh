@@ -7,15 +7,4 @@
 #   VLLM_BASE_URL=http://host:8000 swebench/qwen3.6_self_trace/launch_phase1.sh    # uses that server, leaves it running
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-python="${PYTHON:-python}"
-server_flags=()
-for ((i = 1; i <= $#; i++)); do
-  case "${!i}" in
-    --config | --run-name | --run-dir) next=$((i + 1)) && server_flags+=("${!i}" "${!next:-}") ;;
-    --config=* | --run-name=* | --run-dir=*) server_flags+=("${!i}") ;;
-    --help | -h) exec "$python" "$here/phase1_baseline_eval.py" --help ;;
-    --dry-run)  # checks without a server of its own
-      exec "$python" "$here/phase1_baseline_eval.py" "$@" ;;
-  esac
-done
-exec "$python" "$here/run_server.py" "${server_flags[@]}" -- "$python" "$here/phase1_baseline_eval.py" "$@"
+exec "${PYTHON:-python}" "$here/phase1_baseline_eval.py" --serve "$@"

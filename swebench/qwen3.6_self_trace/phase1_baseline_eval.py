@@ -13,31 +13,39 @@ from __future__ import annotations
 
 import sys
 
+import run_server
 from run_accounting import Account, table
 from run_checks import check_evaluation
 from run_dataset import dataset_digest, freeze
 from run_evaluation import Subject, Summary, evaluate
-from run_folder import DryRun, RunFolder, open_phase, phase_parser, write_run
-from run_server import interrupt_on_term
+from run_folder import DryRun, RunFolder, open_phase, phase_parser, server_from_environment, write_run
 from run_settings import RunSettings
 
 from pipeline.files import run_cli
 
 
 def main() -> int:
-    args = phase_parser(__doc__).parse_args()
+    parser = phase_parser(__doc__)
+    parser.add_argument("--serve", action="store_true", help="start a server, unless VLLM_BASE_URL names one")
+    args = parser.parse_args()
     settings, folder = open_phase(args)
-    interrupt_on_term()
+    run_server.interrupt_on_term()
+    serve = args.serve and server_from_environment() is None
     with folder.locked():
         if args.dry_run:
-            return dry_run(settings, folder)
-        return run(settings, folder)
+            return dry_run(settings, folder, serve)
+        if not serve:
+            return run(settings, folder)
+        with run_server.running(settings, folder.root / "server.log") as pid:
+            sys.stdout.write(f"server {settings.model.base_url}: started as process {pid}\n")
+            return run(settings, folder)
 
 
-def dry_run(settings: RunSettings, folder: RunFolder) -> int:
+def dry_run(settings: RunSettings, folder: RunFolder, serve: bool) -> int:
     """Check all that the phase needs; the exit code."""
     report = DryRun()
-    check_evaluation(report, settings, folder, settings.model.name)
+    start = run_server.command_line(settings) if serve else None
+    check_evaluation(report, settings, folder, settings.model.name, start)
     return report.exit_code
 
 

@@ -90,7 +90,9 @@ def dry_run(args: argparse.Namespace, settings: RunSettings, folder: RunFolder, 
         found.append(f"{base.model}, digest {base.protocol_digest[:12]}")
     with report.checking("instances") as found:
         found.append(f"{len(chosen(folder, args.instances))} of {len(frozen(folder))}: {PARTS[args.instances]}")
-    check_evaluation(report, settings, folder, checkpoint.served_name if checkpoint.kind == "served" else None)
+    served_name = checkpoint.served_name if checkpoint.kind == "served" else None
+    start = run_server.command_line(settings, str(checkpoint.path)) if args.serve else None
+    check_evaluation(report, settings, folder, served_name, start)
     return report.exit_code
 
 

@@ -21,8 +21,15 @@ IMAGE_GIB = 2.5  # of one instance's image over the shared layers, about
 LOCAL_GIB = 0.05  # of one instance's trajectory, working copy and logs
 
 
-def check_evaluation(report: DryRun, settings: RunSettings, folder: RunFolder, served_name: str | None) -> None:
-    """The lines of ``--dry-run`` that phases 1 and 6 share. ``served_name`` None: the server is started later."""
+def check_evaluation(
+    report: DryRun, settings: RunSettings, folder: RunFolder, served_name: str | None, start: list[str] | None = None
+) -> None:
+    """The lines of ``--dry-run`` that phases 1 and 6 share.
+
+    Args:
+        served_name: what the server must offer; None when it is loaded later.
+        start: the command of the server that the phase will start itself; None when one must be there.
+    """
     with report.checking("agents' environment") as found:
         versions = agent_versions(settings)
         found += [f"{name} {version}" for name, version in versions.items()]
@@ -36,9 +43,11 @@ def check_evaluation(report: DryRun, settings: RunSettings, folder: RunFolder, s
         instances = freeze(settings, folder)
         found.append(f"{len(instances)} instances")
     with report.checking("server") as found:
-        models = run_server.served(settings)
-        found.append(f"{settings.model.base_url}, {len(models)} models")
-    if served_name is not None:
+        if start is None:
+            found.append(f"{settings.model.base_url}, {len(run_server.served(settings))} models")
+        else:
+            found.append(startable(settings, start))
+    if served_name is not None and start is None:
         with report.checking("model name") as found:
             run_server.require_served(settings, served_name)
             found.append(served_name)
@@ -51,6 +60,25 @@ def check_evaluation(report: DryRun, settings: RunSettings, folder: RunFolder, s
     with report.checking("disk space") as found:
         found.append(disk_ready(settings, folder))
     report.line("key", None, f"{settings.model.api_key_env} {'set' if _key(settings) else 'not set, none is sent'}")
+
+
+def startable(settings: RunSettings, command: list[str]) -> str:
+    """That a server can be started: nothing is at its address, and its program is there.
+
+    Raises:
+        InputError: otherwise.
+    """
+    if run_server.alive(settings):
+        raise InputError(f"{settings.model.base_url} is taken; set VLLM_BASE_URL to use what is there, or stop it")
+    if shutil.which(command[0]) is None:
+        raise InputError(f"server.command {command[0]}: not found")
+    if command[1:2] == ["-m"]:
+        package = command[2].partition(".")[0]
+        code = f"import importlib.util, sys; sys.exit(not importlib.util.find_spec({package!r}))"
+        found = _quiet(command[0], "-c", code)
+        if found is None or found.returncode != 0:
+            raise InputError(f"server.command: {command[0]} has no package {package}; install it there")
+    return f"will be started: {' '.join(command[:3])} ..."
 
 
 def _key(settings: RunSettings) -> bool:
