@@ -12,6 +12,7 @@ import pytest
 import tiny_game  # noqa: F401 - registers capability_tiny
 import torch
 from scripted_engine import ScriptedEngine, right_answer
+from scripted_server import ScriptedServer
 
 from game_registry import AgentError, get_game
 from pipeline.files import InputError, ServerError, read_json, write_json
@@ -372,6 +373,19 @@ def test_the_soft_gate_is_the_same_gate_with_softmax_weights(tmp_path: Path) -> 
     assert not torch.allclose(logits["top1"], logits["soft"], atol=1e-3)
     prints = {System("s", "routed", gate=str(tmp_path / "gate"), routing_mode=m).fingerprint() for m in (None, "soft")}
     assert len(prints) == 2, "soft and hard episodes must not be taken for one another"
+
+
+async def test_the_only_model_of_a_routed_server_needs_no_name(
+    scripted_server: ScriptedServer, smollm2: Path
+) -> None:
+    options = EngineOptions(model=str(smollm2))
+    opened, model = await open_routed(options, System("routed", "routed", base_url=scripted_server.url))
+    assert (opened.model, opened.kind, model) == (scripted_server.model, "vllm", None)
+    await opened.engine.close()
+    with pytest.raises(InputError, match="'other' is not served"):
+        await open_routed(
+            options, System("routed", "routed", base_url=scripted_server.url, served_model="other")
+        )  # fmt: skip
 
 
 def test_a_routed_system_without_a_place_is_refused() -> None:

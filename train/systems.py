@@ -283,7 +283,7 @@ async def open_routed(options: EngineOptions, system: System) -> tuple[OpenEngin
     if system.base_url is not None:
         tokenizer = options.tokenizer or options.model
         served = dataclasses.replace(
-            options, kind="vllm", base_urls=system.base_url, served_model=system.served_model, tokenizer=tokenizer
+            options, kind="vllm", base_urls=system.base_url, served_model=system.served_model or "", tokenizer=tokenizer
         )
         return await open_engine(served), None
     if system.gate is None:

@@ -66,7 +66,8 @@ class VllmEngine:
 
     Args:
         base_urls: comma list of server URLs, ``/v1`` optional.
-        model: the served name of the base model; its folder is accepted too when the server lists it as root.
+        model: the served name of the base model; its folder is accepted too when the server lists it as root. Empty:
+            the only one there.
         stop_token_ids: what ends a turn (``ChatCodec.stop_token_ids``).
 
     LoRA folders are read by the server process: on several hosts they must lie on a disk that all of them see.
@@ -140,6 +141,8 @@ class VllmEngine:
         for name, root in zip(models.base, models.roots, strict=True):
             if self.model == root or (Path(self.model).is_dir() and Path(root).resolve() == Path(self.model).resolve()):
                 return name
+        if not self.model and len(models.base) == 1:
+            return models.base[0]
         known = ", ".join(models.base)
         raise InputError(f"model {self.model!r} is not served; the server has {known}: use that for --model")
 
