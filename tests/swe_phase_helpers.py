@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import yaml
 from run_folder import RunFolder, write_run
 from run_settings import load_settings
 from scripted_answers import ScriptedAnswers
+from stage1_helpers import Done, run_main
 
 ROOT = Path(__file__).resolve().parents[1]
 PHASES = ROOT / "swebench" / "qwen3.6_self_trace"
@@ -56,6 +59,12 @@ class Run:
         command = self.command(script, *flags)
         env = clean | {"OMP_NUM_THREADS": "1"}
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT)
+
+    def here(self, main: Callable[[], int], *flags: str | Path) -> Done:
+        """One phase in this process, for faults and dry runs: what its script would print and exit with."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "TRACE_"))}
+        with mock.patch.dict(os.environ, kept, clear=True):
+            return run_main(main, "--config", self.config, "--run-dir", self.folder.root, *flags)
 
     def read(self, *parts: str) -> Any:
         return json.loads(self.folder.root.joinpath(*parts).read_text(encoding="utf-8"))

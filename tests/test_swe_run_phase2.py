@@ -127,7 +127,7 @@ def test_a_done_capability_stays_done(mined: Mined) -> None:
 
 
 def test_dry_run_says_what_it_found(mined: Mined) -> None:
-    done = mined.run.phase(SCRIPT, "--dry-run")
+    done = mined.run.here(phase2.main, "--dry-run")
     assert done.returncode == 0, done.stdout
     assert [line.split(":")[0] for line in done.stdout.splitlines()] == [
         "OK    run folder",
@@ -154,7 +154,7 @@ def fresh(tmp_path: Path) -> Iterator[tuple[Run, ScriptedServer]]:
 def test_a_wrong_model_name_is_refused_with_the_served_ones(fresh: tuple[Run, ScriptedServer]) -> None:
     run, server = fresh
     server.model = "another-model"
-    done = run.phase(SCRIPT, "--dry-run")
+    done = run.here(phase2.main, "--dry-run")
     assert done.returncode == 2
     line = next(text for text in done.stdout.splitlines() if text.startswith("FAIL"))
     assert "another-model" in line and helpers.MODEL in line
@@ -177,7 +177,7 @@ def test_a_killed_run_goes_on_and_asks_nothing_twice(fresh: tuple[Run, ScriptedS
     server.chat = chat
     null = subprocess.DEVNULL
     process = subprocess.Popen(run.command(SCRIPT), cwd=ROOT, stdout=null, stderr=null)
-    assert process.wait(60) == -signal.SIGKILL
+    assert process.wait(180) == -signal.SIGKILL
     time.sleep(0.5)
     logged = (run.folder.phase2 / "label_log.jsonl").read_text().count('"run"')
     assert 0 < logged < 3 * len(MINE)
@@ -193,7 +193,7 @@ def test_a_missing_input_names_the_command_that_makes_it(tmp_path: Path, missing
     fill(run)
     path = run.folder.root / missing
     path.rename(path.with_name("away"))
-    done = run.phase(SCRIPT)
+    done = run.here(phase2.main)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
     assert "swebench/qwen3.6_self_trace/phase1_baseline_eval.py --run-dir" in done.stderr
@@ -226,7 +226,7 @@ def test_a_score_id_among_the_summaries_stops_the_phase(tmp_path: Path) -> None:
 )
 def test_flags_that_do_not_go_together(tmp_path: Path, flags: list[str], said: str) -> None:
     run = Run(tmp_path, "http://127.0.0.1:9")
-    done = run.phase(SCRIPT, *flags)
+    done = run.here(phase2.main, *flags)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
 
 
@@ -290,7 +290,7 @@ def test_label_files_of_agents_can_be_given(mined: Mined, tmp_path: Path) -> Non
         helpers.write(tmp_path / f"labels_{n}.json", {"attempt": n, "labels": labels})
     candidates = mined.run.folder.phase2 / "candidate_capabilities.json"
     flags = ["--candidates", candidates, "--labels", tmp_path / "labels_*.json"]
-    assert run.phase(SCRIPT, "--dry-run", *flags).returncode == 0
+    assert run.here(phase2.main, "--dry-run", *flags).returncode == 0
     done = run.phase(SCRIPT, *flags)
     assert done.returncode == 1 and "selected: nothing" in done.stdout, done.stderr  # all NA: a verdict, no fault
     assert run.read("phase2", "selected_capabilities.json") == [] and "error" not in done.stderr
@@ -299,7 +299,7 @@ def test_label_files_of_agents_can_be_given(mined: Mined, tmp_path: Path) -> Non
 def test_an_agent_that_is_not_installed_fails_the_dry_run(tmp_path: Path) -> None:
     run = Run(tmp_path, "http://127.0.0.1:9")
     fill(run)
-    done = run.phase(SCRIPT, "--dry-run", "--agent", "no-such-agent {prompt_file}")
+    done = run.here(phase2.main, "--dry-run", "--agent", "no-such-agent {prompt_file}")
     assert done.returncode == 2 and "FAIL  agent" in done.stdout
 
 

@@ -31,6 +31,11 @@ def make_run(tmp: Path, url: str = "http://127.0.0.1:9", **sections: Any) -> Run
     return run
 
 
+def main() -> int:
+    """The wrapper's command."""
+    return phase3.main_for(DEEP, "")
+
+
 def arguments(run: Run, *flags: str, capability: str | None = DEEP) -> tuple[Any, Any, RunSettings]:
     where = ["--config", str(run.config), "--run-dir", str(run.folder.root)]
     return phase3.parse_arguments(capability, "", [*where, *flags]), run.folder, load_settings(run.config)
@@ -163,7 +168,7 @@ def test_a_dead_server_while_measuring_is_passed_on(tmp_path: Path, monkeypatch:
 
 def test_without_phase_2_the_command_is_named(tmp_path: Path) -> None:
     run = Run(tmp_path, "http://127.0.0.1:9")
-    done = run.phase(SCRIPT)
+    done = run.here(main)
     assert done.returncode == 2 and "phase2_capability_mining.py --run-dir" in done.stderr
     assert len(done.stderr.splitlines()) == 1 and not run.folder.root.exists()
 
@@ -184,7 +189,7 @@ def test_a_capability_name_becomes_a_folder_so_it_is_checked(tmp_path: Path, nam
 
 def test_dry_run(tmp_path: Path, server: ScriptedServer) -> None:
     run = make_run(tmp_path, server.url, synthesis={"writer_model": "strong"})
-    done = run.phase(SCRIPT, "--dry-run", "--use-shipped")
+    done = run.here(main, "--dry-run", "--use-shipped")
     lines = {line[6:].split(":")[0]: line[:4].strip() for line in done.stdout.splitlines()}
     assert lines == {
         "capability": "OK", "solving server": "OK", "writing server": "FAIL", "sandbox": "OK",

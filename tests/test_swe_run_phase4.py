@@ -27,7 +27,6 @@ from pipeline.panel_checks import Check
 from pipeline.scenarios import Scenario, load_scenarios, save_scenarios, scenario_path
 from pipeline.swe_grading import Grade
 
-SCRIPT = "phase4_env_validation.py"
 DEEP = "deep_call_graph_traversal"
 
 
@@ -244,10 +243,10 @@ def test_rollouts_of_another_set_are_not_taken(tmp_path: Path) -> None:
 
 def test_missing_scenarios_name_their_command(tmp_path: Path) -> None:
     run = Run(tmp_path, "http://127.0.0.1:9")
-    done = run.phase(SCRIPT)
+    done = run.here(phase4.main)
     assert done.returncode == 2 and f"phase3_synth_{DEEP}.py --run-dir" in done.stderr
     fill(run)
-    done = run.phase(SCRIPT, "--capabilities", "another_skill")
+    done = run.here(phase4.main, "--capabilities", "another_skill")
     assert done.returncode == 2 and "phase3_synthesis.py --capability another_skill" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
@@ -255,7 +254,7 @@ def test_missing_scenarios_name_their_command(tmp_path: Path) -> None:
 def test_dry_run(tmp_path: Path, server: ScriptedServer) -> None:
     run = Run(tmp_path, server.url, model={"name": "not-served", "base_url": server.url})
     fill(run)
-    done = run.phase(SCRIPT, "--dry-run")
+    done = run.here(phase4.main, "--dry-run")
     lines = {line[6:].split(":")[0]: line[:4].strip() for line in done.stdout.splitlines()}
     assert lines == {"scenario sets": "OK", "sandbox": "OK", "solving model": "FAIL", "disk": "OK"}
     assert done.returncode == 2 and f"serves {helpers.MODEL}, not not-served" in done.stdout
