@@ -33,7 +33,7 @@ class SeededServer(TinyServer):
     """Samples by each request's own seed, so that two runs get the same rollouts."""
 
     def _sample(self, prompt: list[int], body: dict[str, Any]) -> list[int]:
-        generator = torch.Generator().manual_seed(body["seed"] % 2**63)
+        generator = torch.Generator().manual_seed((body.get("seed") or 0) % 2**63)  # a canary has none
         ids = list(prompt)
         while len(ids) - len(prompt) < body["max_tokens"] and (ids[-1] != STOP or len(ids) == len(prompt)):
             ids.append(int(torch.multinomial(self._rows(body["model"], ids)[-1].exp(), 1, generator=generator)))
