@@ -27,7 +27,8 @@ class EngineOptions:
 
     Args:
         model: folder or hub name of the base model: tokenizer and, for the local engine, weights.
-        served_model: name of the base model on the servers; default: ``model``; empty: the only one there.
+        served_model: name of the base model on the servers; default: ``model``.
+        any_model: without ``served_model`` take the only model that the servers have, whatever its name.
         base_urls: comma list; empty for the local engine.
         dtype: local engine only; ``auto`` is bfloat16 where the hardware has it.
         max_rows: local engine only; sequences decoded together.
@@ -37,6 +38,7 @@ class EngineOptions:
     model: str
     kind: EngineKind = "local"
     served_model: str | None = None
+    any_model: bool = False
     base_urls: str = ""
     api_key: str | None = None
     tokenizer: str | None = None
@@ -133,7 +135,7 @@ async def open_engine(options: EngineOptions) -> OpenEngine:
 
 async def _open_vllm(options: EngineOptions) -> OpenEngine:
     times = times_from_env(os.environ)
-    name = options.model if options.served_model is None else options.served_model
+    name = options.served_model or ("" if options.any_model else options.model)
     engine = VllmEngine(options.base_urls, name, (), api_key=options.api_key, times=times)
     try:
         await engine.start()  # before the tokenizer is loaded: a dead server is told at once

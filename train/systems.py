@@ -283,8 +283,9 @@ async def open_routed(options: EngineOptions, system: System) -> tuple[OpenEngin
     if system.base_url is not None:
         tokenizer = options.tokenizer or options.model
         served = dataclasses.replace(
-            options, kind="vllm", base_urls=system.base_url, served_model=system.served_model or "", tokenizer=tokenizer
-        )
+            options, kind="vllm", base_urls=system.base_url, served_model=system.served_model, any_model=True,
+            tokenizer=tokenizer,
+        )  # fmt: skip
         return await open_engine(served), None
     if system.gate is None:
         raise InputError("a routed system needs --gate FOLDER, or --routed-base-url of a server that has it")
