@@ -335,6 +335,8 @@ def test_the_packages_own_templates_are_used() -> None:
     assert "/testbed" in config["agent"]["instance_template"] and config["environment"]["cwd"] == "/testbed"
     assert config["agent"]["step_limit"] == 150 and config["agent"]["cost_limit"] == 0
     assert config["environment"]["environment_class"] == "docker" and config["environment"]["timeout"] == 60
+    assert config["environment"]["container_timeout"] == "12h", "150 long steps outlive the package's 2 hours"
+    assert config["environment"]["env"]["PAGER"] == "cat", "what the package sets stays"
     assert config["model"]["model_kwargs"]["extra_body"] == {"top_k": 20}
     assert config["model"]["cost_tracking"] == "ignore_errors"
 
