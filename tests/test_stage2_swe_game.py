@@ -187,3 +187,11 @@ def test_the_shipped_sets_are_found_through_the_variable() -> None:
     environment = {"TRACE_GAME_MODULES": "pipeline.swe_game", "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "5 scenarios" in done.stdout, done.stderr
+
+
+def test_another_folder_of_sets_takes_their_place(tmp_path: Path) -> None:
+    save_scenarios(tmp_path / "skill_a" / "scenarios_parsed.json", [scenario()])
+    code = "import game_registry as g; print(sorted(n for n in g.discover() if 'skill_a' in n or 'semantic' in n))"
+    environment = {"TRACE_GAME_MODULES": "pipeline.swe_game", "TRACE_SCENARIOS": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip() == "['capability_skill_a']", done.stderr
