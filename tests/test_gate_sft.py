@@ -21,7 +21,7 @@ from moe_gate.config import load_gate_config
 from pipeline.files import InputError
 from train import train_router_sft
 from train.chat import ChatCodec
-from train.gate_data import LabelledEpisode, adapter_name, load_gate_data, mark_undecided
+from train.gate_data import LabelledEpisode, adapter_name, load_gate_data, mark_undecided, prompt_tokens
 from train.gate_features import FeatureSet, collect_features, common_prefix, token_labels
 from train.gate_fit import FitSettings, GateFit, balance, batch_of, feature_scale, rows_by_episode, score_gates
 
@@ -331,6 +331,21 @@ def test_rollouts_are_labelled_and_filtered(project: Path) -> None:
     assert two_turns.token_ids == (1, 5, 7, 8, 2, 1, 6, 9, 2, 1, 5, 10, 2, 1, 6, 11, 12, 2)  # of the chat template
     emitted = [t for t, m in zip(two_turns.token_ids, two_turns.action_mask, strict=True) if m]
     assert emitted == [9, 2, 11, 12, 2] and two_turns.prompt_length == 7
+
+
+def test_a_prompt_is_whole_also_behind_example_turns(project: Path) -> None:
+    """The request comes last; without it all prompts with the same examples would be one."""
+    codec = ChatCodec.from_model(str(project / "base"))
+    examples = [{"role": "user", "content": "w7"}, {"role": "assistant", "content": "w8"}]
+    request = {"role": "user", "content": "w9 w10"}
+    ids, mask = prompt_tokens([*examples, request], None, codec, "here")
+    assert ids == codec.prompt_ids([*examples, request]) and 10 in ids and not any(mask)
+    ids, mask = prompt_tokens(examples, None, codec, "here")
+    assert [t for t, m in zip(ids, mask, strict=True) if m] == [8, codec.end_of_turn]
+    with pytest.raises(InputError, match="roles"):
+        prompt_tokens([{"content": "w7"}], None, codec, "here")
+    with pytest.raises(InputError, match="roles"):
+        prompt_tokens([], None, codec, "here")
 
 
 def test_token_budget_takes_turns_between_labels(project: Path) -> None:

@@ -147,7 +147,7 @@ def _from_jsonl(config: GateConfig, codec: ChatCodec, slots: dict[str, int]) -> 
         else:
             prompt = record.prompt
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            ids, mask = tokens_of(messages, record.tools, codec, where)
+            ids, mask = prompt_tokens(messages, record.tools, codec, where)
         yield _episode(ids, mask, slots[record.capability_name], where, config)
 
 
@@ -204,6 +204,21 @@ def adapter_name(adapter: str) -> str:
     """``pipeline/adapters/lookup.safetensors``, ``runs/x/lookup/`` and ``lookup@v12`` -> ``lookup``."""
     name = Path(adapter).name.removesuffix(".safetensors")
     return re.sub(r"@v\d+$", "", name)
+
+
+def prompt_tokens(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, codec: ChatCodec, where: str
+) -> tuple[list[int], list[bool]]:
+    """Tokens of a prompt up to where the answer begins, as the engine sees it; example turns in it are context.
+
+    With an answer at its end it is a conversation: see ``tokens_of``.
+    """
+    if not messages or messages[-1].get("role") == "assistant":
+        return tokens_of(messages, tools, codec, where)
+    if not all(isinstance(m.get("role"), str) for m in messages):
+        raise InputError(f"{where}: expected chat messages with roles; found {str(messages)[:60]}")
+    ids = codec.prompt_ids(messages, tools)
+    return ids, [False] * len(ids)
 
 
 def tokens_of(
