@@ -182,6 +182,8 @@ def run(args: argparse.Namespace, folder: RunFolder, settings: RunSettings) -> i
     export_key(settings)
     if args.agent:
         code = agent_mining.run(args, folder, settings, mined_inputs=inputs(args, folder, settings))
+        if code == 0:
+            refuse_score_ids(folder.phase2 / "summaries.json", folder, split=False)
     else:
         code = run_steps(folder.phase2, [summarize_step(args, folder, settings)])
         if code == 0:

@@ -4,7 +4,7 @@
     python swebench/qwen3.6_self_trace/resources.py --config C --model-config MODEL_FOLDER/config.json   # real shape
     python swebench/qwen3.6_self_trace/resources.py --config C --readme swebench/qwen3.6_self_trace/README.md
 
-Memory is exact arithmetic on tensor shapes (activations: an upper bound for one layer under checkpointing). Time is an
+Memory is arithmetic on tensor shapes (exact but for activations, which assume a checkpoint per layer). Time is an
 estimate: work in floating-point operations and bytes over the hardware's limits times the efficiencies of ``plan``.
 """
 
