@@ -26,7 +26,7 @@ from train.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
-CAPABILITIES, VERSIONS, TURNS, TOKENS = ("stress_a", "stress_b"), 3, 4, 8
+CAPABILITIES, VERSIONS, TURNS, TOKENS = ("stress_a", "stress_b"), 3, 3, 8
 SPREAD = 0.06  # of B: log-probs of two versions differ by about a nat per token, rounding by some hundredths
 
 
