@@ -440,7 +440,7 @@ def test_a_fault_of_another_rank_ends_all_ranks_and_is_told_once(runs: Runs) -> 
     )
     # The environment is only known through the module, so both ranks import it.
     (code, err), (other_code, other_err) = two_ranks(runs, PRINTABLE, modules="bad_rank")
-    assert code == 2 and "lost another rank" in error_line(err) and "scripted fault" not in err
+    assert code == 2 and "lost another rank" in error_line(err) and "scripted fault" not in err, err[-3000:]
     assert other_code == 1 and other_err.count("scripted fault") == 1
 
 
