@@ -98,6 +98,19 @@ def test_every_method_gets_the_same_number_of_rollouts(tmp_path: Path) -> None:
                 assert flag(one, name) == flag(four, name)
 
 
+def test_the_training_settings_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from train.config import build_parser, load_config
+
+    monkeypatch.chdir(ROOT)
+    adapters = set()
+    for found in every_stage(tmp_path):
+        if found.command[1:3] == ("-m", "train"):
+            config = load_config(vars(build_parser().parse_args(list(found.command[3:]))), {})
+            adapters |= config.adapter_games().keys()
+            assert config.resume and config.rollout_log == (len(config.adapter_games()) > 1)
+    assert adapters == {*NAMES, "direct", "joint"}
+
+
 def test_the_gate_after_grpo_is_scored_when_there_is_one(tmp_path: Path) -> None:
     def gates() -> str:
         (found,) = [s for s in plan.final_stages(tmp_path, "m", plan.SIZES["gpu"], NAMES) if s.name == "14_score"]
