@@ -18,8 +18,8 @@ MINIATURE = PHASES / "miniature"
 AGENT_PYTHON = ROOT / ".venv-agents" / "bin" / "python"
 
 needs_agents = pytest.mark.skipif(
-    not (AGENT_PYTHON.parent.parent / ".installed").exists(),
-    reason="mini-swe-agent and swebench are not installed; make .venv-agents/.installed",
+    not all(any(AGENT_PYTHON.parents[1].glob(f"lib/*/site-packages/{p}")) for p in ("minisweagent", "swebench")),
+    reason="mini-swe-agent and swebench are not both in .venv-agents; rm -rf .venv-agents; make .venv-agents/.installed",
 )
 
 # Stands in for run_agent_driver.py: no litellm, ends as the first line says. Speaks the same protocol.
