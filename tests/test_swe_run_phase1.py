@@ -453,6 +453,13 @@ def test_the_published_server_command() -> None:
     line = run_server.command_line(load_settings())
     assert line[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     assert line[line.index("--model") + 1] == "Qwen/Qwen3.6-27B" and "--enable-lora" in line
+    whole = run_server.command_line(load_settings(), "exported")
+    assert whole[whole.index("--model") + 1] == "exported" and not [part for part in whole if "lora" in part]
+    assert [part for part in line if "lora" not in part and part not in ("2", "32", "Qwen/Qwen3.6-27B")] == [
+        part for part in whole if part != "exported"
+    ]
+    flags = ["--enable-lora", "--lora-modules", "a=b", "c=d", "--max-lora-rank=8", "--port", "1", "--seed=2"]
+    assert run_server.without_adapters(flags) == ["--port", "1", "--seed=2"]
 
 
 @pytest.mark.parametrize("script", ["phase1_baseline_eval.py", "phase6_final_eval.py", "run_server.py"])

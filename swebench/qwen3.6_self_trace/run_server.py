@@ -92,9 +92,28 @@ def require_served(settings: RunSettings, name: str) -> None:
 
 
 def command_line(settings: RunSettings, model: str | None = None) -> list[str]:
-    """The command that starts the server; ``python`` means this Python."""
+    """The command that starts the server; ``python`` means this Python.
+
+    Args:
+        model: a model's folder instead of the base. It is served whole, so without run-time adapters, whose layers
+            would take the place of a routed model's own.
+    """
     command = [sys.executable if part == "python" else part for part in settings.server.command]
-    return [*command, "--model", model or settings.model.name, *shlex.split(settings.server.args)]
+    flags = shlex.split(settings.server.args)
+    if model is not None:
+        flags = without_adapters(flags)
+    return [*command, "--model", model or settings.model.name, *flags]
+
+
+def without_adapters(flags: Sequence[str]) -> list[str]:
+    """``flags`` without those of run-time LoRA and their values (``--flag=value`` or ``--flag value ...``)."""
+    kept, dropping = [], False
+    for flag in flags:
+        if flag.startswith("--"):
+            dropping = "lora" in flag.partition("=")[0]
+        if not dropping:
+            kept.append(flag)
+    return kept
 
 
 @contextlib.contextmanager
