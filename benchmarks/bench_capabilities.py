@@ -59,7 +59,7 @@ GPU_FLAGS = (
     "--attention-backend FLASH_ATTN --dtype bfloat16 --max-model-len 4096 --enable-prefix-caching --enable-lora "
     "--max-loras 8 --max-lora-rank 32 --gpu-memory-utilization "
 )
-# A prompt that is computed in two steps kills a CPU server when its request has a seed (vLLM 0.32): room for all at once.
+# A prompt computed in two steps kills a CPU server when its request has a seed (vLLM 0.32): room for all at once.
 CPU_FLAGS = (
     "--enforce-eager --dtype bfloat16 --max-model-len 1024 --max-num-seqs 16 --max-num-batched-tokens 16384 "
     "--enable-prefix-caching --enable-lora --max-loras 8 --max-lora-rank 8"
