@@ -1,7 +1,7 @@
 """Adapter delivery: new weights reach every server under a new name, and a canary proves it.
 
 A canary is a fixed token sequence whose log-probs the trainer computes with its new and its old weights. After a load,
-the server's log-probs s of its tokens (of those that moved most) must lie nearer to the new ones n than to the old o:
+the server's log-probs s of some of its tokens must lie nearer to the new ones n than to the old ones o:
 
     error_new = sqrt(mean (s - n)^2)     error_old = sqrt(mean (s - o)^2)     moved = sqrt(mean (n - o)^2)
 
@@ -28,7 +28,7 @@ from train.vllm_engine import VllmEngine
 
 KEEP_VERSIONS = 2  # the newest and the one before: a straggling episode of the old policy can still end its turn
 RESOLVED_Z = 10.0  # standard errors between "new" and "old"; the verdict at half way is then five of them off
-SCORED_TOKENS = 16  # of the canary: those that tell most
+SCORED_TOKENS = 24  # of the canary; so few that rounding alone is never taken for a move
 MAX_ERROR = 0.5  # nats rms; no rounding does this, it is another model or another adapter
 
 
@@ -103,10 +103,13 @@ def compare_canary(server: Sequence[float], new: Sequence[float], old: Sequence[
     return CanaryResult(error_new, error_old, length / math.sqrt(d.size), length >= RESOLVED_Z * sigma)
 
 
-def most_moved(new: Sequence[float], old: Sequence[float], count: int = SCORED_TOKENS) -> list[int]:
-    """Indices of the ``count`` largest |new - old|, ascending: where the two weights can be told apart best."""
-    distance = np.abs(np.asarray(new, dtype=np.float64) - np.asarray(old, dtype=np.float64))
-    return sorted(np.argsort(-distance, kind="stable")[:count].tolist())
+def spread_indices(length: int, count: int = SCORED_TOKENS) -> list[int]:
+    """At most ``count`` indices below ``length``, evenly spread and always the same.
+
+    Not those that moved most: the trainer's own rounding differs between new and old weights, and the largest
+    differences are then those of rounding, between which the server's log-probs lie half way.
+    """
+    return sorted(set(np.linspace(0, length - 1, min(count, length)).round().astype(int).tolist()))
 
 
 class AdapterDelivery:
@@ -151,7 +154,7 @@ class AdapterDelivery:
         reference = self._references.get(capability, canary.old_logprobs)
         if len(reference) != len(canary.new_logprobs):  # the caller changed its sequence
             reference = canary.old_logprobs
-        chosen = most_moved(canary.new_logprobs, reference)
+        chosen = spread_indices(len(reference))
         new, old = ([vector[i] for i in chosen] for vector in (canary.new_logprobs, reference))
         live = engine.pool.alive
         scores = await asyncio.gather(
