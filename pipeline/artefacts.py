@@ -9,10 +9,13 @@ from pathlib import Path
 
 from pipeline.aggregate_capabilities import aggregate, parse_arguments
 from pipeline.candidates import load_candidates
+from pipeline.environment_status import N_SCENARIOS, scenario_faults
 from pipeline.file_labels import check_discovery, load_subjects
 from pipeline.files import InputError
 from pipeline.labels import find_runs, load_runs
+from pipeline.scenarios import load_scenarios
 from pipeline.selection_export import read_entries, report_path
+from pipeline.swe_grading import self_test
 from render_pipeline import CapabilityConfig, EnvironmentConfig
 
 VALIDATE_S = 600.0
@@ -91,18 +94,33 @@ def environment(config: EnvironmentConfig, root: Path, started_ns: int, done_bef
         if not new[0].environment_path:
             raise InputError(f"{new[0].skill} is DONE without environment_path")
         path = found.fresh(root / new[0].environment_path)
-        command = [sys.executable, str(Path(__file__).with_name("validate_environment.py")), str(path)]
-        try:
-            done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=VALIDATE_S)
-        except subprocess.TimeoutExpired:
-            raise InputError(f"validation of {path} took more than {VALIDATE_S:g} s") from None
-        if done.returncode != 0:
-            last = (done.stderr.strip() or done.stdout.strip()).splitlines()
-            raise InputError(f"validation of {path} says no: {last[-1] if last else 'no output'}")
+        if path.suffix == ".json":
+            _check_scenarios(path)
+        else:
+            _check_game(path, root)
         return f"{new[0].skill} in {new[0].environment_path}, validated"
 
     found.check("environment", new_environment)
     return found
+
+
+def _check_game(path: Path, root: Path) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("validate_environment.py")), str(path)]
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=VALIDATE_S)
+    except subprocess.TimeoutExpired:
+        raise InputError(f"validation of {path} took more than {VALIDATE_S:g} s") from None
+    if done.returncode != 0:
+        last = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        raise InputError(f"validation of {path} says no: {last[-1] if last else 'no output'}")
+
+
+def _check_scenarios(path: Path) -> None:
+    """A scenario set instead of a game: enough of measured difficulty, and each passes its self-test again."""
+    faults = scenario_faults(str(path), N_SCENARIOS)
+    faults += [f"{s.name}: {problems[0]}" for s in load_scenarios(path) if (problems := self_test(s))]
+    if faults:
+        raise InputError(f"scenarios {path}: {'; '.join(faults[:3])}")
 
 
 def done_skills(capabilities_file: Path) -> set[str]:

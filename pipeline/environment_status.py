@@ -25,6 +25,7 @@ from pipeline.scenarios import load_scenarios
 from pipeline.validate_environment import content_hash
 
 MAX_SCENARIO_RATE = 0.5
+N_SCENARIOS = 10  # of one capability
 
 
 def load_selection(path: str) -> list[dict[str, Any]]:
@@ -131,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--panel", metavar="R", help="done: report of validate_environment.py")
     add("--calibration", metavar="R", help="done: report of calibrate_environment.py")
     add("--scenarios", metavar="F", help="done: scenario file, for SWE capabilities")
-    add("--n-scenarios", type=positive_int, default=10, help="done: scenarios that must be there")
+    add("--n-scenarios", type=positive_int, default=N_SCENARIOS, help="done: scenarios that must be there")
     add("--isolation", default="auto", choices=("auto", "bwrap", "process"), help="how the environment is shut in")
     add("--packages", action="store_true", help="installed third-party packages are visible to the environment")
     args = parser.parse_args(argv)

@@ -340,3 +340,31 @@ def test_the_environment_stage_wants_one_new_validated_environment(tmp_path: Pat
     base = ["--stage", "environment", "--agent", f"bash {script}", "--config", config, "--work-dir", tmp_path / "work"]
     done = run_main(run_agent.main, *base, "--root", tmp_path)
     assert done.returncode == 1 and word in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({}, "b_skill in set.json, validated"),
+        ({"pass_rate": 0.9}, "0 scenarios have a pass rate above 0 and at most 0.5; expected 1"),
+        ({"oracle_replace": "    pass"}, "scenarios"),
+    ],
+)
+def test_a_scenario_set_is_tested_again_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], word: str
+) -> None:
+    """SWE capabilities end in a scenario file, which the panel of games cannot judge."""
+    monkeypatch.setattr("pipeline.artefacts.N_SCENARIOS", 1)
+    shipped = ROOT / "pipeline" / "swebench" / "semantic_logic_precision" / "scenarios_parsed.json"
+    scenario = json.loads(shipped.read_text())[0] | {"pass_rate": 0.3, "n_rollouts": 10} | change
+    (tmp_path / "candidate.json").write_text(json.dumps([scenario]))
+    after = [SELECTION[0], {"skill": "b_skill", "status": "DONE", "environment_path": "set.json"}]
+    script = tmp_path / "agent.sh"
+    script.write_text(
+        f"cp {tmp_path}/candidate.json {tmp_path}/set.json\n"
+        f"echo {shlex.quote(json.dumps(after))} > {tmp_path}/selected.json\n"
+    )
+    config = environment_config(tmp_path)
+    base = ["--stage", "environment", "--agent", f"bash {script}", "--config", config, "--work-dir", tmp_path / "work"]
+    done = run_main(run_agent.main, *base, "--root", tmp_path)
+    assert done.returncode == (0 if not change else 1) and word in done.stdout, done.stdout + done.stderr
