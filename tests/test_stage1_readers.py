@@ -254,6 +254,7 @@ def test_contradictions_between_verdict_files_are_errors(tmp_path: Path) -> None
     [
         ("Submitted", "diff", "unknown"),
         ("LimitsExceeded", "", "failed"),
+        ("ContextWindowExceededError", "", "failed"),  # the agent used its context up, as SWE-agent's exit_context
         ("submitted (exit_cost)", "diff", "unknown"),
         ("exit_environment_error", "", "infrastructure"),
         ("APIError", "", "infrastructure"),

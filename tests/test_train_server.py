@@ -188,7 +188,8 @@ def test_nonsense_is_typed(runs: Runs, server: TinyServer) -> None:
 # ------------------------------------------------------------------------ a real server
 
 
-REAL = "--group-size 4 --groups-per-batch 4 --lora-rank 8 --lr 1e-3 --dtype bfloat16 --max-seq-length 512"
+REAL = "--group-size 4 --groups-per-batch 3 --lora-rank 8 --lr 1e-3 --dtype bfloat16 --max-seq-length 512"
+REAL += " --dynamic-sampling-max-batches 2"
 
 
 @pytest.mark.server

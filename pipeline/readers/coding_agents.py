@@ -22,7 +22,7 @@ REASON_CHARS = 160
 
 # Ways to stop that are the agent's own; every other one that is not a submission is an exception of what is around it.
 AGENT_ENDS = re.compile(
-    r"submitted|limits?exceeded|timeexceeded|.*formaterror|userinterruption|exit_(cost|context|format|forfeit|total_cost)"
+    r"submitted|limits?exceeded|timeexceeded|contextwindowexceedederror|.*formaterror|userinterruption|exit_(cost|context|format|forfeit|total_cost)"
     r"|exit_total_execution_time|exit_command_timeout|submitted \(.*\)|skipped|early_exit|max_?steps?|",
     re.IGNORECASE,
 )
