@@ -11,7 +11,7 @@ export OMP_WAIT_POLICY := passive
 export KMP_BLOCKTIME := 0
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test test-server lint type bench clean
+.PHONY: setup agents demo test lint type bench clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: $(REQUIREMENTS) pyproject.toml
@@ -26,11 +26,13 @@ $(VENV)/.tests_installed: $(VENV)/.installed requirements-test.txt
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements-test.txt
 	@touch $@
 
-# A coding agent of its own for one test; its pins do not fit beside the others.
-.venv-agents/.installed:
-	$(PYTHON) -m venv .venv-agents
-	.venv-agents/bin/python -m pip install -q --disable-pip-version-check 'mini-swe-agent>=2.2' 'swebench>=5'
+# mini-swe-agent and the official swebench package in an environment of their own: their pins do not fit beside the others.
+.venv-agents/.installed: requirements-agents.txt
+	@test -x .venv-agents/bin/python || $(PYTHON) -m venv .venv-agents
+	.venv-agents/bin/python -m pip install -q --disable-pip-version-check -r requirements-agents.txt
 	@touch $@
+
+agents: .venv-agents/.installed
 
 $(MODEL)/trace_source.json: $(VENV)/.installed
 	$(PY) -m train.local_model --out $(MODEL)

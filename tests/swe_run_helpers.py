@@ -19,7 +19,7 @@ AGENT_PYTHON = ROOT / ".venv-agents" / "bin" / "python"
 
 needs_agents = pytest.mark.skipif(
     not all(any(AGENT_PYTHON.parents[1].glob(f"lib/*/site-packages/{p}")) for p in ("minisweagent", "swebench")),
-    reason="mini-swe-agent and swebench are not both there; rm -rf .venv-agents; make .venv-agents/.installed",
+    reason="mini-swe-agent and swebench are not both there; run make agents",
 )
 
 # Stands in for run_agent_driver.py: no litellm, ends as the first line says. Speaks the same protocol.

@@ -249,7 +249,7 @@ def test_mini_swe_agent_on_the_routed_model(server: tuple[str, str], tmp_path: P
     """The real agent, two steps on a trivial task; stage 1 reads the trajectory that it writes."""
     program = mini_program()
     if program is None or server[1] == "bfloat16":
-        pytest.skip("once is enough" if program else "mini-swe-agent is not installed (make .venv-agents/.installed)")
+        pytest.skip("once is enough" if program else "mini-swe-agent is not installed (make agents)")
     (tmp_path / "config.yaml").write_text(MINI_CONFIG.replace("URL", server[0]))
     env = {
         **os.environ, "OPENAI_API_KEY": "none", "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path / "mini"),

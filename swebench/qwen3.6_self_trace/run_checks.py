@@ -35,7 +35,7 @@ def check_evaluation(
         found += [f"{name} {version}" for name, version in versions.items()]
         absent = [name for name, version in versions.items() if version == "absent"]
         if absent:
-            raise InputError(f"{absent[0]} is not installed in {settings.agent.python}; make .venv-agents/.installed")
+            raise InputError(f"{absent[0]} is not installed in {settings.agent.python}; make agents")
     with report.checking("agent configuration") as found:
         shared_config(settings)
         found.append(f"{settings.agent.base_config}, {settings.agent.step_limit} steps")

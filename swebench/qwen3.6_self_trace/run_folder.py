@@ -234,7 +234,7 @@ def agent_versions(settings: RunSettings) -> dict[str, str]:
     return dict(line.split(" ", 1) for line in done.stdout.splitlines())
 
 
-REMEDY = "make .venv-agents/.installed, or set agent.python to a Python that has mini-swe-agent>=2.2 and swebench>=5"
+REMEDY = "make agents, or set agent.python to a Python that has mini-swe-agent>=2.2 and swebench>=5"
 
 
 def agent_python(settings: RunSettings) -> str:
