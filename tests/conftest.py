@@ -21,8 +21,8 @@ from scripted_server import ScriptedServer, free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVER_START_S = 240.0
-# Blocks of 32 tokens, so that short prompts are found in the prefix cache (the CPU default is 128); whole prompts in one
-# step; a LoRA rank no higher than needed, since the CPU kernels pay for every unused one.
+# Blocks of 32 tokens, so that short prompts are found in the prefix cache (the CPU default is 128); whole prompts in
+# one step; a LoRA rank no higher than needed, since the CPU kernels pay for every unused one.
 VLLM_FLAGS = (
     "--enforce-eager --dtype bfloat16 --max-model-len 2048 --max-num-seqs 32 --enable-lora --max-loras 2 "
     "--max-lora-rank 8 --enable-prefix-caching --block-size 32 --max-num-batched-tokens 16384"
