@@ -31,6 +31,7 @@ from typing import Any, Literal, Protocol
 import tool_calls
 from tool_calls import RESPOND, Action, ParsedTurn, ToolSchema, parse_turn
 from tool_calls import Message as Message
+from tool_calls import read_json_call as read_json_call
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 ROOT = Path(__file__).resolve().parent

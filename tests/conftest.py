@@ -32,6 +32,10 @@ VLLM_FLAGS = (
 for _name, _value in (("OMP_WAIT_POLICY", "passive"), ("KMP_BLOCKTIME", "0")):
     os.environ.setdefault(_name, _value)
 
+# `nohup make test &` ignores interrupts, children would inherit that, and tests send interrupts to children.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Shared and slow machines: a deadline per example would measure the machine, not the code.
 hypothesis.settings.register_profile("trace", deadline=None)
 hypothesis.settings.load_profile("trace")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from stage2_helpers import ISOLATION
 
+import game_registry
 from game_registry import _REGISTRY as registry
 from game_registry import GameError, Scored, load_game_file
 from pipeline import sandbox
@@ -69,19 +70,15 @@ def test_refused_where_there_is_no_sandbox(written: Path, monkeypatch: pytest.Mo
     assert resolve_game("helpdesk", written).name == "helpdesk", "shipped ones need none"
 
 
-def test_none_means_that_written_files_are_trusted(written: Path) -> None:
+def test_none_means_that_written_files_are_trusted(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (written / "capability_trap_game.py").unlink()
-    registry.pop(NAME, None)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            spec = resolve_game(NAME, written, "none")
-        assert not isinstance(spec.make_env(), RemoteGame)
-    finally:
-        registry.pop(NAME, None)
-        from game_registry import _ORIGIN
-
-        _ORIGIN.pop(NAME, None)
+    for table in ("_REGISTRY", "_ORIGIN", "_FAILED_IMPORTS"):  # other tests of this process load the same fixture
+        monkeypatch.setattr(game_registry, table, {})
+    monkeypatch.setattr(game_registry, "_DISCOVERED", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        spec = resolve_game(NAME, written, "none")
+    assert not isinstance(spec.make_env(), RemoteGame)
 
 
 # --------------------------------------------------------------------------- the trainer's episodes

@@ -343,7 +343,7 @@ def test_the_packages_own_templates_are_used() -> None:
 
 def test_without_the_agents_the_remedy_is_named(tmp_path: Path) -> None:
     settings = RunSettings.model_validate(settings_data(agent={"python": str(tmp_path / "no")}))
-    with pytest.raises(InputError, match=r"make \.venv-agents"):
+    with pytest.raises(InputError, match="make agents"):
         run_folder.agent_python(settings)
     with pytest.raises(InputError, match="does not run"):
         run_folder.agent_versions(settings.model_copy(update={"agent": _python(settings, "/bin/false")}))

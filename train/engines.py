@@ -28,23 +28,23 @@ class EngineOptions:
     Args:
         model: folder or hub name of the base model: tokenizer and, for the local engine, weights.
         served_model: name of the base model on the servers; default: ``model``.
-        any_model: without ``served_model`` take the only model that the servers have, whatever its name.
         base_urls: comma list; empty for the local engine.
         dtype: local engine only; ``auto`` is bfloat16 where the hardware has it.
         max_rows: local engine only; sequences decoded together.
         template_kwargs: for the chat template, such as ``{"enable_thinking": False}``.
+        any_model: without ``served_model`` take the only model that the servers have, whatever its name.
     """
 
     model: str
     kind: EngineKind = "local"
     served_model: str | None = None
-    any_model: bool = False
     base_urls: str = ""
     api_key: str | None = None
     tokenizer: str | None = None
     dtype: str = "auto"
     max_rows: int = 128
     template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    any_model: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
