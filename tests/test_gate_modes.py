@@ -167,7 +167,6 @@ def test_eager_and_sdpa_attention_agree(tmp_path: Path) -> None:
         torch.testing.assert_close(model(input_ids=ids).logits, sdpa, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_flex_attention(tmp_path: Path) -> None:
     model = routed(tmp_path, shape={"hidden_size": 64, "num_attention_heads": 4})
     ids = gm.tokens(1, 16)

@@ -149,7 +149,6 @@ def mini_program() -> str | None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(mini_program() is None, reason="mini-swe-agent is not installed (pip install mini-swe-agent)")
 def test_mini_swe_agent_does_the_stage(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real package with its deterministic model: the actions are real shell commands in a real environment."""

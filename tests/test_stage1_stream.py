@@ -45,7 +45,6 @@ def peak_mib(*arguments: str | Path) -> int:
     return int(done.stdout.rsplit("peak", 1)[1])
 
 
-@pytest.mark.slow
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     peaks = []
     for n in (40, 1000):  # 2 MB and 52 MB

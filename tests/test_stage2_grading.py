@@ -335,7 +335,6 @@ def test_self_test_finds(changes: dict[str, Any], said: str) -> None:
     assert any(said in p for p in problems), problems
 
 
-@pytest.mark.slow
 def test_self_test_finds_flaky_tests(tmp_path: Path) -> None:
     flaky = TESTS + "\n\n\ndef test_sometimes():\n    import os\n\n    assert os.urandom(1)[0] % 2\n"
     problems: list[str] = []
@@ -355,7 +354,6 @@ def test_a_shipped_scenario_passes_the_self_test() -> None:
     assert self_test(_shipped()[0], ISOLATION) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("one", _shipped(), ids=lambda s: s.name)
 def test_shipped_scenarios_pass_the_self_test(one: Scenario) -> None:
     assert self_test(one, ISOLATION) == []

@@ -144,7 +144,6 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "in.json"), "-o", str(tmp_path / "o.json"), "--strategy", "inline_helpers"]) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
 @pytest.mark.parametrize("capability", ["deep_call_graph_traversal", "semantic_logic_precision"])
 def test_strategies_hold_on_the_shipped_scenarios(name: str, capability: str) -> None:

@@ -187,7 +187,6 @@ TINY = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 def test_phases_2_to_5(tmp_path: Path) -> None:
     """A scripted model labels, writes and solves; a random model of a few kilobytes is trained, gated and exported."""
     model = tiny_model_folder(tmp_path / "model", max_position_embeddings=16_384)
