@@ -71,8 +71,10 @@ class SharedPromptLayer(DynamicLayer):
     def branch(self, rows: RowMap, capacity: int, max_rows: int) -> None:
         """From now on rows, not prompts, are decoded: at most ``capacity`` tokens each, at most ``max_rows`` rows."""
         self.rows = rows
-        shape = (max_rows, self.keys.shape[1], capacity, self.keys.shape[3])
-        self._own_keys, self._own_values = self.keys.new_empty(shape), self.values.new_empty(shape)
+        self._own_keys, self._own_values = (
+            cached.new_empty((max_rows, cached.shape[1], capacity, cached.shape[3]))
+            for cached in (self.keys, self.values)
+        )
 
     def split(self, rows: RowMap, parents: torch.Tensor) -> None:
         """Append one row per entry of ``parents``: a copy of that row, which goes its own way from here."""
@@ -133,10 +135,10 @@ def branching_attention(query: torch.Tensor, key: SharedKeys, value: SharedKeys,
     weights = torch.softmax(torch.cat([scores, own], dim=-1) * scale, dim=-1).to(value.own.dtype)
     spread = weights[..., :length][rows.slots.view(-1)].view(n_prompts, width, kv_heads, group, length).transpose(1, 2)
     out = torch.matmul(spread.reshape(n_prompts, kv_heads, width * group, length), value.prompt)
-    out = out.view(n_prompts, kv_heads, width, group, dim).transpose(1, 2)
-    out = out.reshape(n_prompts * width, kv_heads, group, dim)[rows.place]
+    out = out.view(n_prompts, kv_heads, width, group, -1).transpose(1, 2)
+    out = out.reshape(n_prompts * width, kv_heads, group, -1)[rows.place]
     out = out + torch.matmul(weights[..., length:], value.own)
-    return out.reshape(n, 1, heads, dim)
+    return out.reshape(n, 1, heads, -1)
 
 
 def attention(
@@ -162,14 +164,34 @@ AttentionInterface.register(ATTENTION, attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
+# Model types whose attention does more with a cached key or value than multiply by it.
+OWN_ATTENTION = frozenset({"diffllama", "doge", "minimax"})
+
+
 def has_only_full_attention(model: PreTrainedModel) -> bool:
-    """True when padding can be masked out and prompts can share rows (no linear attention, no sliding window)."""
-    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
+    """True when padding can be masked out and prompts can share rows.
+
+    Not with linear attention, a sliding window, or a cache that holds something else than keys and values (the latent
+    of multi-head latent attention). Such models run prompts of one length together, each row with its own cache.
+    """
+    config = model.config
+    if config.model_type in OWN_ATTENTION or getattr(config, "kv_lora_rank", None) is not None:
+        return False
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
+
+
+# Hybrids whose layers continue a recurrent state over several tokens exactly; transformers' Jamba and Bamba do not.
+CONTINUES_EXACTLY = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "lfm2"})
+
+
+def can_share_prefix(model: PreTrainedModel) -> bool:
+    """True when a prompt may be run in two parts, the second continuing the cache of the first."""
+    return has_only_full_attention(model) or model.config.model_type in CONTINUES_EXACTLY
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
     """An empty cache for ``model``: shared prompts where every layer attends fully, else the model's own layers."""
     cache = DynamicCache(config=model.config)
-    if all(type(layer) is DynamicLayer for layer in cache.layers):
+    if has_only_full_attention(model):
         cache.layers = [SharedPromptLayer() for _ in cache.layers]
     return cache

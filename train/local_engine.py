@@ -23,7 +23,14 @@ from game_registry import AgentError
 from pipeline.files import InputError
 from train.chat import ChatCodec
 from train.engine import Sample, SamplingParams
-from train.kv_cache import ATTENTION, RowMap, SharedPromptLayer, has_only_full_attention, new_cache
+from train.kv_cache import (
+    ATTENTION,
+    RowMap,
+    SharedPromptLayer,
+    can_share_prefix,
+    has_only_full_attention,
+    new_cache,
+)
 from train.packed_linear import packed_linears
 from train.sampling_lora import cast_adapter
 
@@ -351,7 +358,7 @@ class LocalEngine:
     def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[Any, torch.Tensor, torch.Tensor]:
         """Run distinct prompts. Returns the cache, the last logits [U, vocab] and the key mask [U, keys]."""
         device = self._base().device
-        shared = _common_prefix(prompts) if len(prompts) > 1 else 0
+        shared = _common_prefix(prompts) if len(prompts) > 1 and can_share_prefix(self._base()) else 0
         shared = min(shared, min(map(len, prompts)) - 1)
         cache = new_cache(self._base())
         if shared >= 16:

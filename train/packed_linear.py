@@ -30,6 +30,7 @@ def can_pack(weight: torch.Tensor) -> bool:
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16
         and not weight.requires_grad
+        and not weight.is_inference()  # no version counter, so a change would go unseen
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
@@ -80,4 +81,4 @@ def packed_linears(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for module in changed:
-            del module.forward
+            vars(module).pop("forward", None)

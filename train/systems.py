@@ -52,6 +52,8 @@ class System:
         digest = hashlib.sha256(self.kind.encode())
         if self.routing_mode is not None:
             digest.update(self.routing_mode.encode())
+        if self.base_url is not None:  # what is behind another address or name may be another export
+            digest.update(f"{self.base_url}\0{self.served_model}".encode())
         for option in self.options:
             digest.update(f"{option.name}\0{option.description}\0".encode())
         places = (self.folder, self.gate, *(option.folder for option in self.options))

@@ -139,7 +139,7 @@ class VllmEngine:
         if self.model in models.base:
             return self.model
         for name, root in zip(models.base, models.roots, strict=True):
-            if self.model == root or (Path(self.model).is_dir() and Path(root).resolve() == Path(self.model).resolve()):
+            if self.model == root or (Path(self.model).is_dir() and Path(self.model).resolve() == _path(root)):
                 return name
         if not self.model and len(models.base) == 1:
             return models.base[0]
@@ -454,3 +454,8 @@ class VllmEngine:
     async def _notify_idle(self) -> None:
         async with self._idle:
             self._idle.notify_all()
+
+
+def _path(root: str) -> Path | None:
+    """The folder that a server names as its model's; None where the text is no path (a NUL in it)."""
+    return None if "\0" in root else Path(root).resolve()

@@ -227,7 +227,7 @@ class ServerPool:
         server.n_answered += 1
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             if path == "/v1/completions":
                 detail = f"{server.url}{path}: the answer is not JSON ({text[:60]!r})"
                 raise TransientFault("nonsense", detail) from None

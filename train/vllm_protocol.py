@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from pipeline.files import InputError
 from train.engine import Sample, SamplingParams
 
+MIN_LOGPROB = -1e5  # vLLM writes -9999 for what is masked; anything far below is no log-probability
 MAX_POSITIVE_LOGPROB = 1e-3  # rounding of a log-softmax; anything above is no log-probability
 KNOWS_IDS = "the server must know return_token_ids (vLLM >= 0.22)"
 
@@ -163,8 +163,16 @@ def read_sample(
         )
     if reason == "stop" and token_ids[-1] not in stop_token_ids and not params.stop:
         raise NonsenseAnswer(f"the turn stopped at token {token_ids[-1]}, which is none of {list(stop_token_ids)}")
-    logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+    logprobs = _part(choice, "logprobs").get("token_logprobs")
     return Sample(tuple(token_ids), _checked_logprobs(logprobs, len(token_ids)), reason)
+
+
+def _part(choice: dict[str, Any], name: str) -> dict[str, Any]:
+    """An object inside a choice; empty where the server left it out."""
+    found = choice.get(name)
+    if found is not None and not isinstance(found, dict):
+        raise NonsenseAnswer(f"{name}: expected an object, found {str(found)[:60]!r}")
+    return found or {}
 
 
 def _checked_logprobs(values: Any, count: int) -> tuple[float, ...]:
@@ -173,8 +181,8 @@ def _checked_logprobs(values: Any, count: int) -> tuple[float, ...]:
         raise NonsenseAnswer(f"token_logprobs: expected {count} numbers, found {found!r}")
     for value in values:
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value > MAX_POSITIVE_LOGPROB:
-            raise NonsenseAnswer(f"token_logprobs: expected finite log-probabilities <= 0, found {value!r}")
+        if not number or not MIN_LOGPROB <= value <= MAX_POSITIVE_LOGPROB:  # NaN fails too
+            raise NonsenseAnswer(f"token_logprobs: expected finite log-probabilities <= 0, found {value!r:.60}")
     return tuple(min(0.0, float(v)) for v in values)
 
 
@@ -196,12 +204,13 @@ def read_prompt_logprobs(payload: Any, token_ids: Sequence[int]) -> list[float]:
 
 def read_top_logprob(payload: Any) -> tuple[str, float]:
     """The most probable first token and its log-prob, from a response with ``logprobs: 1``."""
-    logprobs = only_choice(payload).get("logprobs") or {}
-    top = (logprobs.get("top_logprobs") or [None])[0]
+    rows = _part(only_choice(payload), "logprobs").get("top_logprobs")
+    top = rows[0] if isinstance(rows, list) and rows else None
     if not isinstance(top, dict) or not top:
         raise NonsenseAnswer("top_logprobs are missing")
-    token = max(top, key=lambda t: top[t])
-    return token, _checked_logprobs([top[token]], 1)[0]
+    values = dict(zip(top, _checked_logprobs(list(top.values()), len(top)), strict=True))
+    token = max(values, key=lambda t: values[t])
+    return token, values[token]
 
 
 def read_models(payload: Any) -> ServedModels:
@@ -215,7 +224,9 @@ def read_models(payload: Any) -> ServedModels:
     if not rows or not all(isinstance(m, dict) and isinstance(m.get("id"), str) for m in rows):
         raise NonsenseAnswer(f"/v1/models: expected a list of models, found {str(payload)[:80]!r}", retry=True)
     base = [m for m in rows if m.get("parent") is None]
-    lengths = [m["max_model_len"] for m in base if isinstance(m.get("max_model_len"), int)]
+    lengths = [m["max_model_len"] for m in base if m.get("max_model_len") is not None]
+    if any(type(length) is not int or length < 1 for length in lengths):
+        raise NonsenseAnswer(f"/v1/models: expected a positive max_model_len, found {lengths!r:.60}", retry=True)
     return ServedModels(
         base=tuple(m["id"] for m in base),
         roots=tuple(str(m.get("root")) for m in base),
@@ -232,8 +243,11 @@ def count_engines(metrics: str) -> int | None:
 
 def count_requests(metrics: str) -> int | None:
     """Requests running or waiting, read from ``/metrics``; None when the server does not say."""
-    found = re.findall(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? +([\d.e+]+)$", metrics, re.MULTILINE)
-    return round(sum(map(float, found))) if found else None
+    found = re.findall(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? +(\S+)$", metrics, re.MULTILINE)
+    try:
+        return round(sum(map(float, found))) if found else None
+    except (ValueError, OverflowError):  # not a number, NaN, infinite
+        return None
 
 
 def error_message(status: int, text: str) -> str:
