@@ -127,7 +127,7 @@ def read_episodes(path: str, limit: int) -> list[tuple[str, list[int]]]:
     entries = data.get("simulations", []) if isinstance(data, dict) else []
     found = [entry for entry in entries if isinstance(entry, dict) and entry.get("token_ids")][:limit]
     if not found:
-        raise InputError(f"rollouts file {path}: no entry has token_ids; collect with tokens")
+        raise InputError(f"rollouts file {path}: no entry has token_ids; collect again with train.collect_rollouts --tokens")
     return [
         (
             f"{entry.get('game', 'task')} {entry.get('task_id', '?')}, sample {entry.get('sample_idx', 0)}, "
@@ -141,7 +141,7 @@ def read_episodes(path: str, limit: int) -> list[tuple[str, list[int]]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gate", required=True, help="folder of a gate run")
-    parser.add_argument("--rollouts", required=True, help="rollouts file with token ids")
+    parser.add_argument("--rollouts", required=True, help="rollouts file with token ids (collected with --tokens)")
     parser.add_argument("--out", default="routing.html", help="[%(default)s]")
     parser.add_argument("--episodes", type=int, default=20, help="how many, from the start of the file [%(default)s]")
     args = parser.parse_args()

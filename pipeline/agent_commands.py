@@ -15,6 +15,7 @@ from pathlib import Path
 from pipeline.files import InputError
 
 KNOWN = ("claude", "codex", "mini-swe-agent")
+AGENTS_BIN = Path(__file__).resolve().parents[1] / ".venv-agents" / "bin"  # of ``make agents``
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,21 @@ def _program(name: str, hint: str) -> str:
     return found
 
 
+def mini_program() -> str:
+    """The ``mini`` of mini-swe-agent: on the PATH, else the one that ``make agents`` installs into the project.
+
+    Raises:
+        InputError: neither is there.
+    """
+    found = shutil.which("mini") or shutil.which("mini", path=str(AGENTS_BIN))
+    if found is None:
+        raise InputError(
+            f"--agent: program 'mini' is not on the PATH and not in {AGENTS_BIN}; "
+            "run `make agents` in the project's folder, or name another agent"
+        )
+    return found
+
+
 def _claude(request: Request) -> Launch:
     program = _program("claude", "install Claude Code, or name another agent")
     command = [program, "-p", "--output-format", "stream-json", "--verbose", "--permission-mode", "bypassPermissions"]
@@ -81,9 +97,8 @@ def _codex(request: Request) -> Launch:
 
 
 def _mini(request: Request) -> Launch:
-    program = _program("mini", "pip install mini-swe-agent, or name another agent")
     trajectory = request.work_dir / "agent.traj.json"
-    command = [program, "--yolo", "--exit-immediately", "--output", str(trajectory)]
+    command = [mini_program(), "--yolo", "--exit-immediately", "--output", str(trajectory)]
     command += ["--model", request.model] if request.model else []
     command += ["--cost-limit", f"{request.cost_limit:g}"] if request.cost_limit is not None else []
     command += [*request.extra, "--task", request.prompt_file.read_text(encoding="utf-8")]

@@ -2,7 +2,7 @@
 
     python pipeline/calibrate_environment.py rollouts.json --json-output calibration.json
 
-Exit 0 = accept, 1 = reject, 2 = could not judge (bad file, too many failed episodes). The verdict is about rollouts
+Exit 0 = accept, 1 = reject, or inconclusive (fewer than ``--min-groups`` seeds with four rollouts each), 2 = could not judge (bad file, too many failed episodes). The verdict is about rollouts
 without a hint, because hints are taken away before the update; hinted ones are reported beside them.
 """
 
@@ -21,6 +21,8 @@ from pipeline.files import InputError, run_cli, write_json
 from pipeline.rollout_schema import Rollout, RolloutFile, load_rollouts
 
 SCHEMA_VERSION = 1
+MIN_GROUPS = 8
+MIN_ROLLOUTS = 4  # of a group that counts towards MIN_GROUPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +66,26 @@ class Calibration:
     error_kinds: dict[str, int]
     truncation: Estimate
     out_of_turns: Estimate
+    large_groups: int  # without a hint, with at least MIN_ROLLOUTS scored rollouts
+    min_groups: int
 
     @property
-    def accepted(self) -> bool:
-        return all(c.passed for c in self.criteria)
+    def verdict(self) -> str:
+        """``accept``, ``reject``, or ``inconclusive``: too few groups to say either."""
+        if self.large_groups < self.min_groups:
+            return "inconclusive"
+        return "accept" if all(c.passed for c in self.criteria) else "reject"
 
 
 def calibrate(
-    data: RolloutFile, bands: Bands, *, success_at: float, ks: Sequence[int], group_size: int, seed: int = 0
+    data: RolloutFile,
+    bands: Bands,
+    *,
+    success_at: float,
+    ks: Sequence[int],
+    group_size: int,
+    min_groups: int = MIN_GROUPS,
+    seed: int = 0,
 ) -> Calibration:
     """Judge a rollouts file.
 
@@ -105,6 +119,8 @@ def calibrate(
         error_kinds={str(kind): count for kind, count in failed.items()},
         truncation=wilson(sum(r.truncated for r in plain), len(plain)),
         out_of_turns=wilson(sum(r.out_of_turns for r in plain), len(plain)),
+        large_groups=sum(len(rewards) >= MIN_ROLLOUTS for rewards in groups[False].values()),
+        min_groups=min_groups,
     )
 
 
@@ -176,7 +192,8 @@ def report(calibration: Calibration, data: RolloutFile, bands: Bands, success_at
     """The JSON of ``--json-output``."""
     return {
         "schema_version": SCHEMA_VERSION,
-        "verdict": "accept" if calibration.accepted else "reject",
+        "verdict": calibration.verdict,
+        "groups_large_enough": {"found": calibration.large_groups, "min": calibration.min_groups},
         "rollouts_sha256": data.sha256,
         "info": data.info,
         "success_threshold": success_at,
@@ -221,7 +238,13 @@ def render(calibration: Calibration) -> str:
             _line("hinted: mean reward", calibration.hinted.mean_reward, f"{calibration.hinted.n_groups} groups")
         )
         lines.append(_line("hinted: success rate", calibration.hinted.success_rate, ""))
-    lines.append(f"verdict: {'accept' if calibration.accepted else 'reject'}")
+    if calibration.verdict == "inconclusive":
+        lines.append(
+            f"too few to judge: {calibration.large_groups} groups with {MIN_ROLLOUTS} or more scored rollouts, expected "
+            f"at least {calibration.min_groups} (--min-groups); collect more: --num-seeds {calibration.min_groups} "
+            f"--num-samples {MIN_ROLLOUTS} or above"
+        )
+    lines.append(f"verdict: {calibration.verdict}")
     return "\n".join(lines)
 
 
@@ -244,6 +267,12 @@ def _parser() -> Parser:
     for field in dataclasses.fields(Bands):
         meaning = "highest share allowed" if field.name.startswith("max_") else "end of the band, inclusive"
         add(f"--{field.name.replace('_', '-')}", type=float, default=field.default, help=meaning)
+    add(
+        "--min-groups",
+        type=non_negative_int,
+        default=MIN_GROUPS,
+        help=f"fewer groups of at least {MIN_ROLLOUTS} scored rollouts are inconclusive (default {MIN_GROUPS})",
+    )
     add("--reward-threshold", type=float, default=1.0, help="a reward at or above it is a success")
     add("--pass-at-k", default="1,4,8,16", help="k of pass@k; those above the group size are left out")
     add("--seed", type=non_negative_int, default=0, help="seed of the bootstrap")
@@ -270,12 +299,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         success_at=args.reward_threshold,
         ks=_parse_ks(args.pass_at_k, args.group_size),
         group_size=args.group_size,
+        min_groups=args.min_groups,
         seed=args.seed,
     )
     if args.json_output:
         write_json(args.json_output, report(calibration, data, bands, args.reward_threshold))
     sys.stdout.write(render(calibration) + "\n")
-    return 0 if calibration.accepted else 1
+    return 0 if calibration.verdict == "accept" else 1
 
 
 if __name__ == "__main__":

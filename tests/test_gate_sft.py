@@ -326,11 +326,19 @@ def test_rollouts_are_labelled_and_filtered(project: Path) -> None:
     assert set(data.skipped) == {
         "sampled from the base", "hinted", "adapter gamma has no slot", "reward below min_reward", "failed by error"
     }  # fmt: skip
+    assert "lower min_reward" in error_of(lambda: rollout_data(project, [*good[:2], *left_out[3:]]))
     assert any(e.token_ids == (9, 8, 7) and e.action_mask == (False, True, True) for e in kept)
     two_turns = next(e for e in kept if e.slot == 1)
     assert two_turns.token_ids == (1, 5, 7, 8, 2, 1, 6, 9, 2, 1, 5, 10, 2, 1, 6, 11, 12, 2)  # of the chat template
     emitted = [t for t, m in zip(two_turns.token_ids, two_turns.action_mask, strict=True) if m]
     assert emitted == [9, 2, 11, 12, 2] and two_turns.prompt_length == 7
+
+
+def test_rollouts_of_the_base_alone_name_the_remedy(project: Path) -> None:
+    """A training run of one iteration has no rollout of its adapter; more rollouts of that kind would not help."""
+    message = error_of(lambda: rollout_data(project, [simulation(adapter=None)] * 3))
+    assert "'sampled from the base': 3" in message and "at least two iterations" in message
+    assert "min_reward" not in message
 
 
 def test_a_prompt_is_whole_also_behind_example_turns(project: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -130,6 +131,15 @@ def test_scored_seeds_are_never_mined_or_trained_on(tmp_path: Path) -> None:
         mined = [(start, start + size.mine_seeds) for start in (0, 20_000)]
         assert all(stop <= first or start >= end for start, stop in mined) and end <= FIRST_TRAIN_SEED
         assert size.calibrate_seeds <= first
+
+
+def test_every_budget_leaves_the_gate_rollouts_of_the_adapters() -> None:
+    """The first iteration samples from the base, so one iteration is too few for the gate."""
+    for size in plan.SIZES.values():
+        assert min(size.budgets) >= 2
+        for budgets in [(1,), (), (1, 4)]:
+            with pytest.raises(InputError, match="at least 2 iterations"):
+                dataclasses.replace(size, budgets=budgets)
 
 
 def test_ablations_cover_every_size_and_pair_once() -> None:

@@ -18,6 +18,7 @@ from stage1_helpers import ROOT, Done, run_main
 
 import render_pipeline
 from pipeline import run_agent
+from pipeline import agent_commands
 from pipeline.agent_commands import Request, cost_of_line, cost_of_trajectory, launch
 from pipeline.files import InputError
 
@@ -149,7 +150,7 @@ def mini_program() -> str | None:
     )
 
 
-@pytest.mark.skipif(mini_program() is None, reason="mini-swe-agent is not installed (pip install mini-swe-agent)")
+@pytest.mark.skipif(mini_program() is None, reason="mini-swe-agent is not installed (make agents)")
 def test_mini_swe_agent_does_the_stage(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real package with its deterministic model: the actions are real shell commands in a real environment."""
     program = mini_program()
@@ -273,7 +274,7 @@ def test_bad_limits(config: Path, more: list[str]) -> None:
 
 
 def test_command_lines_of_known_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(shutil, "which", lambda name, path="/bin": f"{path}/{name}")
     prompt = tmp_path / "prompt.md"
     prompt.write_text("do it")
     request = Request(prompt, tmp_path, "some-model", 2.5, ("--extra",))
@@ -286,10 +287,34 @@ def test_command_lines_of_known_agents(tmp_path: Path, monkeypatch: pytest.Monke
     mini = launch("mini-swe-agent", request)
     assert not mini.stdin and mini.command[-2:] == ("--task", "do it") and mini.trajectory is not None
     assert "--cost-limit" in mini.command
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    for agent in ("claude", "codex", "mini-swe-agent"):
-        with pytest.raises(InputError, match="not on the PATH"):
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
+    for agent, remedy in [("claude", "Claude Code"), ("codex", "Codex CLI"), ("mini-swe-agent", "make agents")]:
+        with pytest.raises(InputError, match=f"not on the PATH.*{remedy}"):
             launch(agent, request)
+
+
+def test_mini_is_found_where_make_agents_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The PATH goes first; a folder without the program changes nothing."""
+    prompt = tmp_path / "prompt.md"
+    prompt.write_text("do it")
+    request = Request(prompt, tmp_path, None, None)
+    agents, path = tmp_path / "agents", tmp_path / "path"
+    for folder in (agents, path):
+        folder.mkdir()
+    monkeypatch.setenv("PATH", str(path))
+    monkeypatch.setattr(agent_commands, "AGENTS_BIN", agents)
+    with pytest.raises(InputError, match="make agents"):
+        launch("mini-swe-agent", request)
+    for folder in (agents, path):
+        program = folder / "mini"
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+        assert launch("mini-swe-agent", request).command[0] == str(program)
+
+
+def test_the_folder_of_make_agents_is_the_makefiles() -> None:
+    assert ROOT / ".venv-agents/bin" == agent_commands.AGENTS_BIN
+    assert f"{agent_commands.AGENTS_BIN.relative_to(ROOT)}/python -m pip install" in (ROOT / "Makefile").read_text()
 
 
 def test_costs_are_read_where_agents_put_them(tmp_path: Path) -> None:

@@ -186,6 +186,41 @@ def test_one_rollout_per_seed_cannot_be_accepted(tmp_path: Path, capsys: pytest.
     assert "--num-samples" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("groups", "size", "flags", "verdict"),
+    [
+        (2, 2, [], "inconclusive"),
+        (7, 16, [], "inconclusive"),
+        (8, 16, [], "accept"),
+        (40, 3, [], "inconclusive"),  # many seeds, but the spread inside a group is unknown
+        (7, 16, ["--min-groups", "7"], "accept"),
+        (2, 16, ["--min-groups", "0"], "accept"),
+        (2, 16, ["--mean-max", "0.3"], "inconclusive"),  # too few to reject, too
+        (8, 16, ["--mean-max", "0.3"], "reject"),
+    ],
+)
+def test_no_verdict_on_almost_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], groups: int, size: int, flags: list[str], verdict: str
+) -> None:
+    report = tmp_path / "report.json"
+    path = write(tmp_path / "r.json", good_groups(groups, size))
+    assert run(path, *flags, "--json-output", str(report)) == (0 if verdict == "accept" else 1)
+    found = json.loads(report.read_text())
+    assert found["verdict"] == verdict
+    assert found["groups_large_enough"]["found"] == (groups if size >= 4 else 0)
+    out = capsys.readouterr().out
+    assert f"verdict: {verdict}" in out
+    assert ("--min-groups" in out and "--num-seeds" in out) == (verdict == "inconclusive")
+
+
+def test_failed_and_hinted_rollouts_do_not_make_a_group_large(tmp_path: Path) -> None:
+    entries = good_groups(8, 4)
+    entries[3] = entry(0, 3, None)
+    entries += [entry(0, s, 1.0, hinted=True) for s in range(4)]
+    assert run(write(tmp_path / "r.json", entries), "--max-error-rate", "0.1", "--success-min", "0") == 1
+    assert run(write(tmp_path / "r.json", entries), "--max-error-rate", "0.1", "--min-groups", "7") == 0
+
+
 def test_failed_episodes_enter_no_rate(tmp_path: Path) -> None:
     entries = good_groups()
     with_errors = entries + [entry(100 + i, 0, None, error_kind="server") for i in range(10)]

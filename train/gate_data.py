@@ -22,6 +22,7 @@ from pipeline.files import InputError, check, read_json, read_jsonl
 from train.chat import ChatCodec
 
 SUCCESS_TOLERANCE = 1e-9
+FROM_BASE = "sampled from the base"
 Bit = Annotated[int, Field(ge=0, le=1)]
 
 
@@ -127,11 +128,21 @@ def load_gate_data(config: GateConfig, codec: ChatCodec) -> GateData:
         if counts[slots[name]] < 2:
             raise InputError(
                 f"capability {name}: {counts[slots[name]]} usable episodes, expected at least 2"
-                f" (left out: {dict(skipped) or 'none'}); collect more or lower min_reward"
+                f" (left out: {dict(skipped) or 'none'}); {_remedy(skipped)}"
             )
     kept = mark_undecided(_within_budget(episodes, config, skipped))
     train, validation = _split(kept, config)
     return GateData(tuple(train), tuple(validation), dict(skipped))
+
+
+def _remedy(skipped: Counter[str]) -> str:
+    """What to do about too few episodes."""
+    if skipped[FROM_BASE] and skipped.most_common(1)[0][0] == FROM_BASE:
+        return (
+            "the first iteration of a training run samples from the base, so train at least two iterations "
+            "(--max-iters), or collect rollouts with the adapter"
+        )
+    return "collect more or lower min_reward"
 
 
 def _from_jsonl(config: GateConfig, codec: ChatCodec, slots: dict[str, int]) -> Iterator[LabelledEpisode]:
@@ -193,7 +204,7 @@ def _slot_of(record: RolloutRecord, slots: dict[str, int], min_reward: float, wh
     if record.hinted:
         return None, "hinted"
     if record.adapter is None:
-        return None, "sampled from the base"
+        return None, FROM_BASE
     if record.reward_info.reward < min_reward - SUCCESS_TOLERANCE:
         return None, "reward below min_reward"
     name = adapter_name(record.adapter)

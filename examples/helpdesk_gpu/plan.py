@@ -20,12 +20,18 @@ CANDIDATES = 4  # environments that ship for the target's candidates
 
 
 VERDICT = (1,)
+LEAST_BUDGET = 2  # iterations
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
     """How much is run. ``budgets``: iterations per adapter after which everything is measured; the last is the
-    result."""
+    result.
+
+    Raises:
+        InputError: a budget below 2. The gate learns from rollouts of the adapters, and the first iteration samples
+            from the base.
+    """
 
     mine_seeds: int
     mine_samples: int
@@ -46,11 +52,18 @@ class Size:
     bootstrap: int
     ablations: bool
 
+    def __post_init__(self) -> None:
+        if not self.budgets or min(self.budgets) < LEAST_BUDGET:
+            raise InputError(
+                f"budgets {self.budgets}: expected at least {LEAST_BUDGET} iterations each, because the first samples "
+                "from the base and leaves the gate no rollout of an adapter; raise them"
+            )
+
 
 SIZES = {
     "gpu": Size(200, 4, 50, 16, 16, 16, (10, 20, 40), 2e-4, 400, 20, 1.0, "10000:10128", 5, 3, 4, 512, 10_000, True),
     "cpu": Size(96, 2, 24, 8, 8, 12, (7, 14), 4e-4, 200, 4, 1.0, "10000:10064", 2, 2, 2, 128, 10_000, True),
-    "tiny": Size(12, 1, 3, 4, 4, 3, (1,), 4e-4, 20, 1, 0.05, "10000:10004", 1, 1, 2, 64, 200, False),
+    "tiny": Size(12, 1, 3, 4, 4, 3, (2,), 4e-4, 20, 1, 0.0, "10000:10004", 1, 1, 2, 64, 200, False),
 }
 
 
