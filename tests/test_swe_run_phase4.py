@@ -244,7 +244,7 @@ def test_rollouts_of_another_set_are_not_taken(tmp_path: Path) -> None:
 def test_missing_scenarios_name_their_command(tmp_path: Path) -> None:
     run = Run(tmp_path, "http://127.0.0.1:9")
     done = run.here(phase4.main)
-    assert done.returncode == 2 and f"phase3_synth_{DEEP}.py --run-dir" in done.stderr
+    assert done.returncode == 2 and "phase3_synthesis.py --all-selected --run-dir" in done.stderr
     fill(run)
     done = run.here(phase4.main, "--capabilities", "another_skill")
     assert done.returncode == 2 and "phase3_synthesis.py --capability another_skill" in done.stderr

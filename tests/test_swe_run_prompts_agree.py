@@ -221,11 +221,12 @@ def test_the_script_of_the_whole_run_calls_every_phase_in_order(tmp_path: Path) 
     done = subprocess.run(["bash", str(PHASES / "run_all.sh")], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert [re.findall(r"(phase[1-6])_\w+\.py", c)[-1] for c in calls] == [f"phase{n}" for n in (1, 2, 3, 3, 4, 5, 6)]
+    assert [re.findall(r"(phase[1-6])_\w+\.py", c)[-1] for c in calls] == [f"phase{n}" for n in (1, 2, 3, 4, 5, 6)]
     for call in calls:
-        assert call.startswith("0,1 ") and "--config configs/swebench_qwen36_vllm.yaml" in call
+        assert call.startswith("0,1 ") and f"--run-dir {tmp_path}/run" in call and "--config" not in call
         assert "run_server.py" not in call or "-- env CUDA_VISIBLE_DEVICES=2,3" in call
-    assert calls[-1].endswith(f"--checkpoint {tmp_path}/run/phase5/exported --serve")
+    assert calls[2].endswith("--all-selected"), "phase 2 chooses the names"
+    assert calls[-1].endswith("--serve") and "--checkpoint" not in calls[-1], "phase 5's export of this run"
     python.write_text("#!/bin/bash\nexit 7\n")
     assert subprocess.run(["bash", str(PHASES / "run_all.sh")], env=env).returncode == 7
 

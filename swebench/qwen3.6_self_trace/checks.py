@@ -16,7 +16,6 @@ from pipeline.labels import NAME
 from pipeline.selection_export import read_entries
 
 GIB = 1024**3
-HERE = "python swebench/qwen3.6_self_trace"
 
 
 def require_model(settings: RunSettings, base_url: str | None = None, model: str | None = None) -> str:
@@ -63,14 +62,8 @@ def require_file(path: Path, what: str, command: str) -> Path:
         InputError: it is missing; the text names the command that makes it.
     """
     if not path.exists():
-        raise InputError(f"{what} {path}: not found; run {HERE}/{command}")
+        raise InputError(f"{what} {path}: not found; run {command}")
     return path
-
-
-def command_of(script: str, folder: RunFolder, settings: RunSettings) -> str:
-    """How to call another phase on this run, for error messages."""
-    default = folder.root.name == settings.run_name
-    return f"{script} --run-name {settings.run_name}" if default else f"{script} --run-dir {folder.root}"
 
 
 def capability_name(text: str) -> str:

@@ -15,7 +15,7 @@ import sys
 
 import run_server
 from run_accounting import Account, table
-from run_checks import check_evaluation
+from run_checks import check_evaluation, require_ready
 from run_dataset import dataset_digest, freeze
 from run_evaluation import Subject, Summary, evaluate
 from run_folder import DryRun, RunFolder, open_phase, phase_parser, server_from_environment, write_run
@@ -31,13 +31,13 @@ def main() -> int:
     settings, folder = open_phase(args)
     run_server.interrupt_on_term()
     serve = args.serve and server_from_environment() is None
+    if args.dry_run:  # takes no lock: it writes nothing, and may look on while another phase works
+        return dry_run(settings, folder, serve)
     with folder.locked():
-        if args.dry_run:
-            return dry_run(settings, folder, serve)
         if not serve:
             return run(settings, folder)
-        with run_server.running(settings, folder.root / "server.log") as pid:
-            sys.stdout.write(f"server {settings.model.base_url}: started as process {pid}\n")
+        require_ready(settings, folder)
+        with run_server.running(settings, folder.root / "server.log"):
             return run(settings, folder)
 
 

@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 import agent_mining
-from checks import HERE, command_of, export_key, require_disk, require_file, require_model
+from checks import export_key, require_disk, require_file, require_model
 from run_folder import DryRun, RunFolder, open_phase, phase_parser, read_run
 from run_settings import RunSettings
 from steps import Step, run_steps
@@ -65,7 +65,7 @@ def inputs(args: argparse.Namespace, folder: RunFolder, settings: RunSettings) -
     """
     if args.input:
         return [str(require_input(Path(name)).resolve()) for name in args.input]
-    command = command_of(PHASE1, folder, settings)
+    command = folder.command(PHASE1)
     wanted = [("trajectories", "trajectories"), ("report.json", "report"), ("preds.json", "predictions")]
     found = [require_file(folder.phase1 / name, f"phase 1's {what}", command) for name, what in wanted]
     return [str(path) for path in found]
@@ -244,8 +244,8 @@ def main() -> int:
         return dry_run(args, folder, settings)
     if not args.input:
         if not folder.run_json.exists():
-            command = command_of(PHASE1, folder, settings)
-            raise InputError(f"run folder {folder.root}: has no run.json; run {HERE}/{command}")
+            command = folder.command(PHASE1)
+            raise InputError(f"run folder {folder.root}: has no run.json; run {command}")
         read_run(folder)
     with folder.locked():
         return run(args, folder, settings)

@@ -3,6 +3,7 @@
     python swebench/qwen3.6_self_trace/phase3_synth_deep_call_graph_traversal.py
     python swebench/qwen3.6_self_trace/phase3_synth_semantic_logic_precision.py
     python swebench/qwen3.6_self_trace/phase3_synthesis.py --capability NAME     # any other selected capability
+    python swebench/qwen3.6_self_trace/phase3_synthesis.py --all-selected        # all of them, best first
 
 A model writes, the run's own model solves: 10 calibrated scenarios (0 < pass rate <= 0.5 on 10 rollouts, confirmed on
 10 fresh ones), at most 60 tries, by ``pipeline.synthesize_scenarios``. Writes
@@ -18,11 +19,11 @@ from pathlib import Path
 
 from checks import (
     capability_name,
-    command_of,
     export_key,
     require_disk,
     require_file,
     require_model,
+    selected_skills,
 )
 from run_folder import DryRun, RunFolder, open_phase, phase_parser
 from run_settings import RunSettings
@@ -41,12 +42,32 @@ def parse_arguments(
 ) -> argparse.Namespace:
     parser = phase_parser(description)
     if capability is None:
-        parser.add_argument("--capability", required=True, help="name of a selected capability")
+        which = parser.add_mutually_exclusive_group(required=True)
+        which.add_argument("--capability", help="name of a selected capability")
+        which.add_argument("--all-selected", action="store_true", help="every capability that phase 2 selected")
     parser.add_argument("--description", help="what the capability is, when phase 2 did not select it")
     parser.add_argument("--use-shipped", action="store_true", help="first measure the hand-written scenarios that ship")
     args = parser.parse_args(arguments)
-    args.capability = capability_name(capability or args.capability)
+    args.all_selected = capability is None and args.all_selected
+    if args.all_selected and args.description:
+        raise InputError("--description: goes with one --capability, not with --all-selected")
+    args.capability = None if args.all_selected else capability_name(capability or args.capability)
     return args
+
+
+def each(args: argparse.Namespace, folder: RunFolder) -> list[argparse.Namespace]:
+    """The arguments of every capability that is asked for.
+
+    Raises:
+        InputError: phase 2 has not been run, or selected nothing.
+    """
+    if not args.all_selected:
+        return [args]
+    path = require_file(folder.selected, "phase 2's selection", folder.command(PHASE2))
+    names = selected_skills(folder)
+    if not names:
+        raise InputError(f"{path}: phase 2 selected nothing; there is no capability to write scenarios for")
+    return [argparse.Namespace(**{**vars(args), "capability": capability_name(name)}) for name in names]
 
 
 def describe(args: argparse.Namespace, folder: RunFolder, settings: RunSettings) -> str:
@@ -57,7 +78,7 @@ def describe(args: argparse.Namespace, folder: RunFolder, settings: RunSettings)
     """
     if args.description:
         return str(args.description)
-    path = require_file(folder.selected, "phase 2's selection", command_of(PHASE2, folder, settings))
+    path = require_file(folder.selected, "phase 2's selection", folder.command(PHASE2))
     entries = {entry.skill: entry.description for entry in read_entries(path)}
     if args.capability not in entries:
         raise InputError(
@@ -136,8 +157,12 @@ def require_shipped(capability: str) -> Path:
 
 def dry_run(args: argparse.Namespace, folder: RunFolder, settings: RunSettings) -> int:
     checks = DryRun()
-    with checks.checking("capability") as found:
-        found.append(describe(args, folder, settings)[:80])
+    wanted: list[argparse.Namespace] = []
+    with checks.checking("selection" if args.all_selected else "capability") as found:
+        wanted = each(args, folder)
+        for one in wanted:
+            name = f"{one.capability}: " if args.all_selected else ""
+            found.append(name + describe(one, folder, settings)[:80])
     with checks.checking("solving server") as found:
         found.append(require_model(settings))
     with checks.checking("writing server") as found:
@@ -146,21 +171,34 @@ def dry_run(args: argparse.Namespace, folder: RunFolder, settings: RunSettings) 
         found.append(sandbox.find_isolation("auto").kind)
     if args.use_shipped:
         with checks.checking("shipped scenarios") as found:
-            found.append(f"{len(load_scenarios(require_shipped(args.capability)))}")
+            found += [f"{len(load_scenarios(require_shipped(one.capability)))}" for one in wanted]
     with checks.checking("disk") as found:
         found.append(require_disk(folder.phase3, 1.0))
     return checks.exit_code
 
 
 def main_for(capability: str | None, description: str | None, arguments: list[str] | None = None) -> int:
-    """The command of one capability; None takes it from ``--capability``."""
+    """The command of one capability; None takes it from ``--capability`` or ``--all-selected``.
+
+    Of several the first that could not run ends the command (2); tries that were used up (1) let the others go on.
+    """
     args = parse_arguments(capability, description, arguments)
     settings, folder = open_phase(args)
     if args.dry_run:
         return dry_run(args, folder, settings)
-    describe(args, folder, settings)  # before anything is made
+    wanted = each(args, folder)
+    for one in wanted:
+        describe(one, folder, settings)  # before anything is made
+        if one.use_shipped:
+            require_shipped(one.capability)
+    worst = 0
     with folder.locked():
-        return run(args, folder, settings)
+        for one in wanted:
+            code = run(one, folder, settings)
+            if code not in (0, 1):
+                return code
+            worst = max(worst, code)
+    return worst
 
 
 if __name__ == "__main__":

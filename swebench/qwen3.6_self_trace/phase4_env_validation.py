@@ -20,7 +20,7 @@ from typing import Any
 
 import generated_env
 import scenario_panel
-from checks import command_of, export_key, names_of, read_object, require_disk, require_file, require_model
+from checks import export_key, names_of, read_object, require_disk, require_file, require_model
 from pydantic import BaseModel, ConfigDict, StrictStr
 from run_folder import DryRun, RunFolder, open_phase, phase_parser
 from run_settings import RunSettings
@@ -73,11 +73,10 @@ def chosen(args: argparse.Namespace, folder: RunFolder, settings: RunSettings) -
     found = names_of(args.capabilities) or generated_env.sets_in(folder.phase3)
     if not found:
         raise InputError(
-            f"{folder.phase3}: holds no scenarios; run python swebench/qwen3.6_self_trace/"
-            f"{command_of('phase3_synth_deep_call_graph_traversal.py', folder, settings)}"
+            f"{folder.phase3}: holds no scenarios; run {folder.command('phase3_synthesis.py --all-selected')}"
         )
     for name in found:
-        command = command_of(f"phase3_synthesis.py --capability {name}", folder, settings)
+        command = folder.command(f"phase3_synthesis.py --capability {name}")
         require_file(folder.scenarios(name), "phase 3's scenarios", command)
     return found
 

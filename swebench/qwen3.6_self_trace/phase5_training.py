@@ -20,8 +20,6 @@ from typing import Any
 import generated_env
 import yaml
 from checks import (
-    HERE,
-    command_of,
     export_key,
     names_of,
     read_object,
@@ -52,17 +50,35 @@ def chosen(args: argparse.Namespace, folder: RunFolder, settings: RunSettings) -
     Raises:
         InputError: phase 4 has not passed them.
     """
-    passed = generated_env.sets_in(generated_env.validated(folder))
+    passed = [*generated_env.sets_in(generated_env.validated(folder)), *environments(folder)]
     names = names_of(args.capabilities) or passed
     if not names:
-        command = command_of(PHASE4, folder, settings)
-        raise InputError(f"{folder.phase4}: phase 4 has passed no scenario set; run {HERE}/{command}")
+        raise InputError(f"{folder.phase4}: phase 4 has passed no scenario set; run {folder.command(PHASE4)}")
     for name in names:
-        command = command_of(f"{PHASE4} --capabilities {name}", folder, settings)
+        command = folder.command(f"{PHASE4} --capabilities {name}")
         verdict = read_object(require_file(folder.validation(name), "phase 4's report", command), "report")
         if verdict.get("verdict") != "pass" or name not in passed:
             raise InputError(f"{name}: phase 4's verdict is {verdict.get('verdict')!r}; improve the set first")
     return names
+
+
+def environments(folder: RunFolder) -> list[str]:
+    """Capabilities whose ``phase4/<capability>.json`` is a report of ``pipeline/validate_environment.py`` that passed:
+    an environment of one's own, which ``capability_*_game.py`` or ``TRACE_GAME_MODULES`` registers.
+
+    Raises:
+        InputError: the file's name and the environment's disagree.
+    """
+    found = []
+    for path in sorted(folder.phase4.glob("*.json")):
+        report = read_object(path, "phase 4's report")
+        if report.get("verdict") != "pass" or "environment" not in report:
+            continue
+        if report["environment"] != generated_env.game_of(path.stem):
+            name = str(report["environment"]).removeprefix("capability_")
+            raise InputError(f"{path}: reports on {report['environment']}; name the file {name}.json")
+        found.append(path.stem)
+    return [name for name in found if name not in generated_env.sets_in(generated_env.validated(folder))]
 
 
 def base_model(settings: RunSettings) -> str:
@@ -124,7 +140,8 @@ def check_configs(names: list[str], folder: RunFolder, settings: RunSettings) ->
 
 def variables(folder: RunFolder, settings: RunSettings) -> dict[str, str]:
     """For every sub-step: the games, and the server."""
-    found = generated_env.environment(generated_env.validated(folder))
+    sets = generated_env.validated(folder)
+    found = generated_env.environment(sets) if generated_env.sets_in(sets) else {}
     if settings.training.engine == "vllm":
         found |= {"VLLM_BASE_URLS": server_urls(settings), "VLLM_MODEL": settings.model.name}
         found |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
@@ -142,7 +159,9 @@ def grpo_step(names: list[str], config: Path, folder: RunFolder, settings: RunSe
     if t.processes > 1:
         ranks = [f"--nproc_per_node={t.processes}", f"--master-port={t.master_port}"]
         train = ["-m", "torch.distributed.run", *ranks, *train]
-    sets = [generated_env.set_path(generated_env.validated(folder), name) for name in names]
+    own = environments(folder)
+    place = generated_env.validated(folder)
+    sets = [folder.validation(n) if n in own else generated_env.set_path(place, n) for n in names]
     adapters = tuple(folder.adapter(name) / "adapter_model.safetensors" for name in names)
     return Step("1_grpo", tuple(train), (config, *sets), adapters, variables(folder, settings))
 
@@ -152,7 +171,8 @@ def rollouts_step(name: str, folder: RunFolder, settings: RunSettings) -> Step:
     t, v = settings.training, settings.validation
     new, longest = t.grpo.get("max_new_tokens", v.max_new_tokens), t.grpo.get("max_seq_length", v.max_seq_length)
     output = folder.phase5 / "rollouts" / f"{name}.json"
-    n = len(generated_env.read_set(generated_env.validated(folder), name))
+    own = name in environments(folder)
+    n = t.gate_tasks if own else len(generated_env.read_set(generated_env.validated(folder), name))
     flags = ["-m", "train.collect_rollouts", "--env", generated_env.game_of(name), "--model", base_model(settings)]
     flags += ["--adapter", f"{name}={folder.adapter(name)}", "--tokens", "--engine", t.engine]
     flags += ["--num-seeds", str(n), "--num-samples", str(t.gate_rollouts_per_scenario), "--temperature", "1.0"]
@@ -250,8 +270,7 @@ def wanted_gib(settings: RunSettings) -> float:
     """Checkpoints, adapters and the exported base, from the model's sizes where the configuration has them."""
     if settings.shape is None:
         return 1.0
-    estimate = Estimate(settings, settings.shape)
-    return estimate.saved_gib() + estimate.weights / 2**30
+    return Estimate(settings, settings.shape).training_gib()
 
 
 def main() -> int:

@@ -1,5 +1,6 @@
 """Phase 6: a trained checkpoint under exactly the conditions of phase 1, and base and trained in one table.
 
+    python swebench/qwen3.6_self_trace/phase6_final_eval.py --serve          # phase 5's export, by a server of its own
     python swebench/qwen3.6_self_trace/phase6_final_eval.py --checkpoint runs/qwen36_self_trace/phase5/exported --serve
     python swebench/qwen3.6_self_trace/phase6_final_eval.py --checkpoint runs/qwen36_self_trace/phase5/adapters/<NAME>
     python swebench/qwen3.6_self_trace/phase6_final_eval.py --checkpoint <NAME OF A SERVED MODEL>
@@ -19,13 +20,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import run_server
+from checks import require_file
 from run_accounting import table
 from run_agent_config import shared_config
 from run_checkpoint import Checkpoint, available, read_checkpoint
-from run_checks import check_evaluation
+from run_checks import check_evaluation, require_ready
 from run_comparison import compare, require_comparable
-from run_dataset import Instance, frozen
-from run_evaluation import Subject, Summary, evaluate, protocol_of, read_summary
+from run_dataset import Instance, frozen, frozen_as_recorded
+from run_evaluation import Subject, Summary, evaluate, protocol_of, verified_summary
 from run_folder import DryRun, RunFolder, open_phase, phase_parser, read_run
 from run_settings import RunSettings
 
@@ -36,7 +38,7 @@ PARTS = {"score": "the score part, never mined", "all": "all, the mined ones too
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = phase_parser(__doc__)
-    parser.add_argument("--checkpoint", required=True, help="adapter folder, model folder, or served name")
+    parser.add_argument("--checkpoint", help="adapter folder, model folder, or served name (default: phase 5's export)")
     parser.add_argument("--name", help="what to call it in the table (default: its folder's name)")
     parser.add_argument("--instances", choices=sorted(PARTS), default="score", help="which instances to score")
     parser.add_argument("--baseline", help="summary.json of the base model (default: phase 1's)")
@@ -48,17 +50,32 @@ def main() -> int:
     args = parse_arguments()
     settings, folder = open_phase(args)
     run_server.interrupt_on_term()
+    if args.dry_run:  # takes no lock: it writes nothing, and may look on while another phase works
+        return dry_run(args, settings, folder)
     with folder.locked():
-        checkpoint = read_checkpoint(args.checkpoint, settings, args.name)
-        if checkpoint.name == "base":
-            raise InputError("--name base: that is phase 1; choose another name")
-        return dry_run(args, settings, folder, checkpoint) if args.dry_run else run(args, settings, folder, checkpoint)
+        return run(args, settings, folder, checkpoint_of(args, settings, folder))
+
+
+def checkpoint_of(args: argparse.Namespace, settings: RunSettings, folder: RunFolder) -> Checkpoint:
+    """What ``--checkpoint`` names, phase 5's export when it was not given.
+
+    Raises:
+        InputError: it is not there, has the name of phase 1, or cannot be served with ``--serve``.
+    """
+    if args.checkpoint is None:
+        require_file(folder.exported, "phase 5's export", folder.command("phase5_training.py"))
+    found = read_checkpoint(args.checkpoint or str(folder.exported), settings, args.name)
+    if found.name == "base":
+        raise InputError("--name base: that is phase 1; choose another name")
+    if args.serve and found.kind != "model":
+        raise InputError(f"--serve: starts a model's folder; {found.name} is of kind {found.kind}")
+    return found
 
 
 def chosen(folder: RunFolder, which: str) -> list[Instance]:
     """The instances to score, from the recorded split."""
     record = read_run(folder)
-    instances = frozen(folder)
+    instances = frozen_as_recorded(folder, record)
     wanted = set(record.split.score) if which == "score" else {i.instance_id for i in instances}
     found = [i for i in instances if i.instance_id in wanted]
     if not found:
@@ -72,7 +89,7 @@ def baseline(args: argparse.Namespace, settings: RunSettings, folder: RunFolder)
     Raises:
         InputError: something differs; its names are in the text.
     """
-    base = read_summary(Path(args.baseline) if args.baseline else folder.phase1 / "summary.json")
+    base = verified_summary(Path(args.baseline) if args.baseline else folder.phase1 / "summary.json")
     now = protocol_of(settings, shared_config(settings), base.protocol.server)  # the server's part: once it is there
     if changed := base.protocol.differences(now):
         raise InputError(
@@ -81,17 +98,20 @@ def baseline(args: argparse.Namespace, settings: RunSettings, folder: RunFolder)
     return base
 
 
-def dry_run(args: argparse.Namespace, settings: RunSettings, folder: RunFolder, checkpoint: Checkpoint) -> int:
+def dry_run(args: argparse.Namespace, settings: RunSettings, folder: RunFolder) -> int:
     """Check all that the phase needs; the exit code."""
     report = DryRun()
-    report.line("checkpoint", None, f"{checkpoint.kind} {checkpoint.path or checkpoint.served_name}")
+    served_name = None
+    with report.checking("checkpoint") as found:
+        checkpoint = checkpoint_of(args, settings, folder)
+        served_name = checkpoint.served_name if checkpoint.kind == "served" else None
+        found.append(f"{checkpoint.kind} {checkpoint.path or checkpoint.served_name}")
     with report.checking("phase 1 and its protocol") as found:
         base = baseline(args, settings, folder)
         found.append(f"{base.model}, digest {base.protocol_digest[:12]}")
     with report.checking("instances") as found:
         found.append(f"{len(chosen(folder, args.instances))} of {len(frozen(folder))}: {PARTS[args.instances]}")
-    served_name = checkpoint.served_name if checkpoint.kind == "served" else None
-    start = run_server.command_line(settings, str(checkpoint.path)) if args.serve else None
+    start = run_server.command_line(settings, args.checkpoint or str(folder.exported)) if args.serve else None
     check_evaluation(report, settings, folder, served_name, start)
     return report.exit_code
 
@@ -102,8 +122,7 @@ def server(serve: bool, settings: RunSettings, folder: RunFolder, checkpoint: Ch
     if not serve:
         yield
         return
-    if checkpoint.kind != "model":
-        raise InputError(f"--serve: starts a model's folder; {checkpoint.name} is of kind {checkpoint.kind}")
+    require_ready(settings, folder)
     with run_server.running(settings, folder.root / "server.log", str(checkpoint.path)):
         yield
 
@@ -111,6 +130,8 @@ def server(serve: bool, settings: RunSettings, folder: RunFolder, checkpoint: Ch
 def run(args: argparse.Namespace, settings: RunSettings, folder: RunFolder, checkpoint: Checkpoint) -> int:
     """Evaluate the checkpoint and compare; the exit code."""
     base = baseline(args, settings, folder)
+    if checkpoint.kind == "adapter" and base.model != settings.model.name:
+        raise InputError(f"model.name {settings.model.name}: phase 1 ran {base.model}; an adapter is served over that")
     instances = chosen(folder, args.instances)
     out = folder.evaluation(checkpoint.name)
     with server(args.serve, settings, folder, checkpoint), available(checkpoint, settings) as served_name:
@@ -125,7 +146,7 @@ def run(args: argparse.Namespace, settings: RunSettings, folder: RunFolder, chec
 
 def comparable_ones(folder: RunFolder, newest: Summary) -> list[Summary]:
     """Every finished evaluation of the same instances under the same protocol, by name."""
-    found = [read_summary(path) for path in sorted(folder.phase6.glob("*/summary.json"))]
+    found = [verified_summary(path) for path in sorted(folder.phase6.glob("*/summary.json"))]
     same = [s for s in found if s.instances == newest.instances and s.protocol_digest == newest.protocol_digest]
     return sorted(same, key=lambda s: s.name)
 

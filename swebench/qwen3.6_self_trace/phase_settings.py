@@ -3,6 +3,8 @@ configuration file (``run_settings.RunSettings``). Defaults are the published me
 
 from __future__ import annotations
 
+import re
+import urllib.parse
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
@@ -13,6 +15,27 @@ from pipeline.files import InputError, SettingsModel
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
+ADDRESS = re.compile(r"[!-~]+")  # printable ASCII without spaces: http.client refuses the rest in the middle of a run
+
+
+def server_url(value: str) -> str:
+    """``value`` as it is, if it is the address of a server: ``http://HOST:PORT``, with or without ``/v1``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    parts = urllib.parse.urlsplit(value)
+    _ = parts.port  # its ValueError says what is wrong with the port
+    if not ADDRESS.fullmatch(value) or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("expected http://HOST:PORT or https://HOST")
+    if parts.query or parts.fragment:
+        raise ValueError("expected an address without ? and #")
+    return value
+
+
+def server_url_or_none(value: str | None) -> str | None:
+    """``server_url`` of what may be left out."""
+    return None if value is None else server_url(value)
 
 
 class MiningSettings(SettingsModel):
@@ -34,6 +57,8 @@ class MiningSettings(SettingsModel):
     concurrency: Count = 16
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     seed: NonNegative = 0
+
+    _url = field_validator("base_url")(server_url_or_none)
 
     @field_validator("rho", "delta", mode="before")
     @classmethod
@@ -69,6 +94,8 @@ class SynthesisSettings(SettingsModel):
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     seed: NonNegative = 0
 
+    _url = field_validator("writer_base_url")(server_url_or_none)
+
 
 class ValidationSettings(SettingsModel):
     """Phase 4. ``min_confirmed`` of a capability's scenarios must keep 0 < pass rate <= ``max_pass_rate`` on rollouts
@@ -95,6 +122,7 @@ class TrainingSettings(SettingsModel):
     master_port: Annotated[int, Field(ge=1, le=65535)] = 29501
     grpo: dict[str, Any] = Field(default_factory=dict)
     gate_rollouts_per_scenario: Count = 16
+    gate_tasks: Count = 64  # seeds of a capability whose environment is not a scenario set
     gate: dict[str, Any] = Field(default_factory=dict)
     engine: str = "vllm"
 
@@ -141,7 +169,7 @@ class PlanSettings(SettingsModel):
     observation_tokens: float = Field(600.0, gt=0)
     command_s: float = Field(5.0, ge=0)  # of a step, outside the model
     grade_s: float = Field(120.0, ge=0)  # of an instance in the official harness
-    instance_disk_gib: float = Field(0.5, ge=0)  # of one container image, beyond shared layers
+    instance_disk_gib: float = Field(1.0, ge=0)  # of one container image, beyond shared layers; an assumption
     trajectory_tokens: float = Field(12_000.0, gt=0)  # of a trajectory as the labeller reads it
     answer_tokens: float = Field(600.0, gt=0)
     capabilities: Count = 2

@@ -93,6 +93,17 @@ def server_flag(settings: RunSettings, flag: str, default: int) -> int:
     return int(value)
 
 
+def instance_count(settings: RunSettings) -> int:
+    """How many instances the data set is expected to have, 500 when the settings leave it open."""
+    named = settings.dataset.instances
+    return len(named) if named else settings.dataset.expected_instances or 500
+
+
+def images_gib(settings: RunSettings) -> float:
+    """Container images of all instances: ``instances * plan.instance_disk_gib``."""
+    return instance_count(settings) * settings.plan.instance_disk_gib
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One line of the table. ``memory`` is of one GPU; hours and disk are of the phase."""
@@ -117,7 +128,7 @@ class Estimate:
         self.rank = int(grpo.get("lora_rank", 32))
         self.episodes = int(grpo.get("max_iters", 40)) * int(grpo.get("groups_per_batch", 8))
         self.episodes *= int(grpo.get("group_size", 16)) * self.plan.capabilities
-        self.instances = settings.dataset.expected_instances or 500
+        self.instances = instance_count(settings)
         self.score_share = 1 - float(parse_shares(settings.mine_score))
 
     # ------------------------------------------------------------------ memory, bytes
@@ -148,6 +159,14 @@ class Estimate:
         """Adapters in bf16, and two checkpoints of each with fp32 weights and moments."""
         numbers = self.plan.capabilities * self.sizes.lora_parameters(self.rank)
         return numbers * (2 * 3 * FP32 + BF16) / GIB
+
+    def export_gib(self) -> float:
+        """The routed model's folder: the base's weights (hard links where the base is on the same disk)."""
+        return self.weights / GIB
+
+    def training_gib(self) -> float:
+        """What phase 5 may write."""
+        return self.saved_gib() + self.export_gib()
 
     # ------------------------------------------------------------------ time, seconds
 
@@ -206,8 +225,9 @@ class Estimate:
         trainer = f"{held}; trainer {whole:.1f}"
         trainer += f" ({sharded:.1f} with shard_base)" if self.trainers > 1 else ""
         agent = "max(model, steps * command / workers) + grading"
-        images = f"{self.instances * self.plan.instance_disk_gib:.0f} GiB of images"
-        training = f"{self.saved_gib():.0f} GiB of checkpoints, {self.weights / GIB:.0f} GiB of export on another disk"
+        images = f"{images_gib(self.settings):.0f} GiB of images"
+        saved, exported = f"{self.saved_gib():.1f} of checkpoints", f"{self.export_gib():.1f} of export"
+        training = f"{self.training_gib():.1f} GiB: {saved}, {exported}"
         return [
             Row("1 baseline", serving, held, self.run_agent(self.instances) / HOURS, agent, images),
             Row("2 mining", serving, held, self.mine() / HOURS, "prefill + decode of N labellings", "< 1 GiB"),

@@ -119,12 +119,19 @@ def _finish_reason(message: Mapping[str, Any]) -> str | None:
 
 
 def read_outcomes(out: Path, ids: Sequence[str]) -> dict[str, Outcome]:
-    """The finished instances among ``ids``."""
+    """The finished instances among ``ids``.
+
+    Raises:
+        InputError: a file that does not fit, or that is another instance's.
+    """
     found = {}
     for instance_id in ids:
         path = out / "outcomes" / f"{instance_id}.json"
         if path.exists():
-            found[instance_id] = check(Outcome, read_json(path, "outcome"), f"outcome {path}")
+            outcome = check(Outcome, read_json(path, "outcome"), f"outcome {path}")
+            if outcome.instance_id != instance_id:
+                raise InputError(f"outcome {path}: is of {outcome.instance_id!r:.80}; delete it and run again")
+            found[instance_id] = outcome
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -18,6 +19,21 @@ LOAD_TIMEOUT_S = 300.0  # an adapter on a network disk
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 NAME_DIGITS = 10
 CHUNK = 1 << 20
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")  # a folder beside comparison.json, and a cell of its table
+
+
+def checked_name(name: str) -> str:
+    """``name``, once it is sure that it can be a folder's.
+
+    Raises:
+        InputError: it cannot.
+    """
+    if NAME.fullmatch(name) is None or name.lower().endswith((".json", ".md")):
+        raise InputError(
+            f"--name {name[:60]!r}: expected 1 to 100 of A-Z a-z 0-9 . _ @ -, beginning with a letter or digit, and no "
+            "end in .json or .md; choose another with --name"
+        )
+    return name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,20 +51,23 @@ def read_checkpoint(text: str, settings: RunSettings, name: str | None = None) -
     """The checkpoint that ``text`` names.
 
     Raises:
-        InputError: a folder that is neither an adapter nor a model, or a path that is not there.
+        InputError: a folder that is neither an adapter nor a model, a path that is not there, or a name that cannot
+            be a folder's.
     """
+    if name is not None:
+        checked_name(name)
     path = resolved(text, "--checkpoint")
     if not path.exists():
         if "/" in text.removeprefix(settings.model.name) and text.startswith((".", "/", "runs/")):
             raise InputError(f"--checkpoint {text}: not found; give an adapter's folder, a model's, or a served name")
-        return Checkpoint("served", name or text.replace("/", "__"), text)
+        return Checkpoint("served", name or checked_name(text.replace("/", "__")), text)
     if not path.is_dir():
         raise InputError(f"--checkpoint {text}: expected a folder, found a file")
     if all((path / file).is_file() for file in ADAPTER_FILES):
-        label = name or path.name
+        label = name or checked_name(path.name)
         return Checkpoint("adapter", label, f"{settings.run_name}.{label}.{_digest(path)}", path)
     if (path / "config.json").is_file():
-        return Checkpoint("model", name or path.name, str(path), path)
+        return Checkpoint("model", name or checked_name(path.name), str(path), path)
     raise InputError(f"--checkpoint {text}: holds neither {ADAPTER_FILES[0]} with its weights nor config.json")
 
 
@@ -65,10 +84,11 @@ def _digest(folder: Path) -> str:
 def available(checkpoint: Checkpoint, settings: RunSettings) -> Iterator[str]:
     """The name by which the server offers the checkpoint, for as long as the block runs.
 
-    An adapter is loaded, and unloaded at the end. A model's folder must be what the server was started with.
+    An adapter is loaded, and unloaded at the end; the server must serve the base model that it was trained on. A
+    model's folder must be what the server was started with.
 
     Raises:
-        ServerError: the server does not offer it, or refuses the adapter.
+        ServerError: the server does not offer it, serves another base model, or refuses the adapter.
     """
     models = run_server.served(settings)
     if checkpoint.kind == "served":
@@ -78,6 +98,7 @@ def available(checkpoint: Checkpoint, settings: RunSettings) -> Iterator[str]:
     if checkpoint.kind == "model":
         yield _name_of_model(checkpoint, models)
         return
+    run_server.require_served(settings, settings.model.name)
     if checkpoint.served_name not in models:
         run_server.request(
             settings,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import run_server
+from resources import images_gib, instance_count
 from run_agent_config import shared_config, source_repository
 from run_dataset import freeze
 from run_folder import DryRun, RunFolder, agent_versions
@@ -17,31 +22,22 @@ from pipeline import sandbox
 from pipeline.files import InputError
 
 GIB = 1 << 30
-IMAGE_GIB = 2.5  # of one instance's image over the shared layers, about
 LOCAL_GIB = 0.05  # of one instance's trajectory, working copy and logs
 
 
 def check_evaluation(
     report: DryRun, settings: RunSettings, folder: RunFolder, served_name: str | None, start: list[str] | None = None
 ) -> None:
-    """The lines of ``--dry-run`` that phases 1 and 6 share.
+    """The lines of ``--dry-run`` that phases 1 and 6 share. Nothing is written into ``folder``.
 
     Args:
         served_name: what the server must offer; None when it is loaded later.
         start: the command of the server that the phase will start itself; None when one must be there.
     """
-    with report.checking("agents' environment") as found:
-        versions = agent_versions(settings)
-        found += [f"{name} {version}" for name, version in versions.items()]
-        absent = [name for name, version in versions.items() if version == "absent"]
-        if absent:
-            raise InputError(f"{absent[0]} is not installed in {settings.agent.python}; make agents")
-    with report.checking("agent configuration") as found:
-        shared_config(settings)
-        found.append(f"{settings.agent.base_config}, {settings.agent.step_limit} steps")
-    with report.checking("data set") as found:
-        instances = freeze(settings, folder)
-        found.append(f"{len(instances)} instances")
+    with scratch(folder) as place:
+        for name, look in without_server(settings, place):
+            with report.checking(name) as found:
+                found.append(look())
     with report.checking("server") as found:
         if start is None:
             found.append(f"{settings.model.base_url}, {len(run_server.served(settings))} models")
@@ -51,15 +47,62 @@ def check_evaluation(
         with report.checking("model name") as found:
             run_server.require_served(settings, served_name)
             found.append(served_name)
-    with report.checking(f"agent backend {settings.agent.backend}") as found:
-        found.append(backend_ready(settings, folder, settings.agent.backend))
-        if settings.agent.backend == "local":
-            found.append("commands of the model run as this user, without a sandbox")
-    with report.checking(f"grading backend {settings.grading.backend}") as found:
-        found.append(backend_ready(settings, folder, settings.grading.backend))
     with report.checking("disk space") as found:
         found.append(disk_ready(settings, folder))
     report.line("key", None, f"{settings.model.api_key_env} {'set' if _key(settings) else 'not set, none is sent'}")
+
+
+def require_ready(settings: RunSettings, folder: RunFolder) -> None:
+    """What needs no server, before minutes go into starting one.
+
+    Raises:
+        InputError: the first check that fails.
+    """
+    for name, look in without_server(settings, folder):
+        sys.stdout.write(f"{name}: {look()}\n")
+        sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def scratch(folder: RunFolder) -> Iterator[RunFolder]:
+    """Where a dry run may freeze instances: the run's own folder once the run has begun (nothing is written then),
+    before that a temporary one."""
+    if folder.run_json.exists() and folder.dataset.exists():
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="trace-dry-run-") as temporary:
+        yield RunFolder(Path(temporary))
+
+
+def without_server(settings: RunSettings, folder: RunFolder) -> list[tuple[str, Callable[[], str]]]:
+    """Name and check; a check says what it found, or raises InputError. Instances are frozen in ``folder``."""
+    agent, grading = settings.agent.backend, settings.grading.backend
+    warning = ", commands of the model run as this user, without a sandbox" if agent == "local" else ""
+    return [
+        ("agents' environment", lambda: agents_ready(settings)),
+        ("agent configuration", lambda: configuration_ready(settings)),
+        ("data set", lambda: f"{len(freeze(settings, folder))} instances"),
+        (f"agent backend {agent}", lambda: backend_ready(settings, folder, agent) + warning),
+        (f"grading backend {grading}", lambda: backend_ready(settings, folder, grading)),
+    ]
+
+
+def agents_ready(settings: RunSettings) -> str:
+    """Versions of the agents' packages.
+
+    Raises:
+        InputError: one is not installed.
+    """
+    versions = agent_versions(settings)
+    absent = [name for name, version in versions.items() if version == "absent"]
+    if absent:
+        raise InputError(f"{absent[0]} is not installed in {settings.agent.python}; make agents")
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def configuration_ready(settings: RunSettings) -> str:
+    shared_config(settings)
+    return f"{settings.agent.base_config}, {settings.agent.step_limit} steps"
 
 
 def startable(settings: RunSettings, command: list[str]) -> str:
@@ -130,9 +173,9 @@ def disk_ready(settings: RunSettings, folder: RunFolder) -> str:
     Raises:
         InputError: not enough.
     """
-    n = settings.dataset.expected_instances or 1
+    n = instance_count(settings)
     with_images = settings.agent.backend == "docker" or settings.grading.backend == "harness"
-    wanted = n * (IMAGE_GIB if with_images else LOCAL_GIB)
+    wanted = images_gib(settings) if with_images else n * LOCAL_GIB
     existing = next(p for p in (folder.root, *folder.root.parents) if p.exists())
     free = shutil.disk_usage(existing).free / GIB
     if free < wanted:

@@ -15,7 +15,7 @@ from typing import Any
 
 import run_declared
 from pydantic import BaseModel, ConfigDict, Field, StrictStr, field_validator
-from run_folder import RunFolder, agent_python
+from run_folder import RunFolder, RunRecord, agent_python
 from run_settings import ROOT, RunSettings, digest
 
 from pipeline.files import InputError, atomic_path, check, read_json, read_jsonl, resolved
@@ -153,6 +153,21 @@ def frozen(folder: RunFolder) -> list[Instance]:
         InputError: it has not, or the file was damaged.
     """
     return checked_rows(read_jsonl(folder.dataset, "frozen data set"), f"frozen data set {folder.dataset}")
+
+
+def frozen_as_recorded(folder: RunFolder, record: RunRecord) -> list[Instance]:
+    """The instances of a run, once it is sure that they are those with which it began.
+
+    Raises:
+        InputError: a row was changed, added or removed since, or the split is of others.
+    """
+    instances = frozen(folder)
+    if dataset_digest(instances) != record.identity.get("instances"):
+        raise InputError(f"frozen data set {folder.dataset}: was changed since phase 1 began; restore it")
+    ids, recorded = {i.instance_id for i in instances}, {*record.split.mine, *record.split.score}
+    if other := sorted(ids ^ recorded):
+        raise InputError(f"run {folder.run_json}: its split and {folder.dataset} differ in {other[0]}; restore both")
+    return instances
 
 
 def dataset_digest(instances: Sequence[Instance]) -> str:

@@ -21,6 +21,7 @@ from run_grading import grade, harness_summary, read_predictions
 from run_settings import RunSettings, digest
 
 from pipeline.files import InputError, check, read_json, write_json
+from pipeline.readers.swebench import Report
 
 
 class Protocol(BaseModel):
@@ -92,12 +93,38 @@ class Summary(BaseModel):
 
 
 def read_summary(path: Path) -> Summary:
-    """Raises InputError when it is missing, does not fit, or its protocol was changed by hand."""
+    """Raises InputError when it is missing, does not fit, or its protocol or its ids were changed by hand."""
     if not path.exists():
         raise InputError(f"summary {path}: not found; run that evaluation to its end first")
     summary = check(Summary, read_json(path, "summary"), f"summary {path}")
     if summary.protocol.digest() != summary.protocol_digest:
         raise InputError(f"summary {path}: its protocol does not match its digest; run the evaluation again")
+    if other := sorted(summary.ends.keys() ^ summary.instances.keys()):
+        raise InputError(f"summary {path}: its instances and ends differ in {other[0]}; run the evaluation again")
+    return summary
+
+
+def verified_summary(path: Path) -> Summary:
+    """A summary that says what the files beside it say: ``preds.json``, ``report.json`` and ``outcomes/``.
+
+    Raises:
+        InputError: as ``read_summary``; or a file is missing, or an end or a number is another one.
+    """
+    summary = read_summary(path)
+    out, ids = path.parent, sorted(summary.ends)
+    raw = read_json(out / "report.json", "report")
+    if not isinstance(raw, dict):
+        raise InputError(f"report {out / 'report.json'}: expected an object by id, found {type(raw).__name__}")
+    reports = {i: check(Report, report, f"report of {i}") for i, report in raw.items()}
+    value = account(ids, read_predictions(out / "preds.json"), of_reports(reports), read_outcomes(out, ids))
+    if changed := [i for i in ids if summary.ends[i] != value.ends[i]]:
+        i = changed[0]
+        raise InputError(
+            f"summary {path}: says {summary.ends[i]} of {i}, the files beside it {value.ends[i]}; "
+            "run the evaluation again"
+        )
+    if summary.account != value.to_json():
+        raise InputError(f"summary {path}: its account does not follow from its ends; run the evaluation again")
     return summary
 
 
@@ -128,7 +155,10 @@ def evaluate(
         ServerError: the server is not there, serves something else, or died.
     """
     config = shared_config(settings)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{out}: cannot be made ({error.strerror}); move what is there away") from None
     ids = [i.instance_id for i in instances]
     unfinished = [i for i in ids if (o := read_outcomes(out, [i]).get(i)) is None or o.kind == "infrastructure"]
     if unfinished:

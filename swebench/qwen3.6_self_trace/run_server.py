@@ -136,7 +136,12 @@ def running(settings: RunSettings, log: Path, model: str | None = None) -> Itera
     except OSError as error:
         raise InputError(f"server.command {command[0]}: cannot be started ({error.strerror})") from None
     try:
+        url, limit = settings.model.base_url, settings.server.start_timeout_s
+        sys.stdout.write(f"server {url}: starting as process {process.pid}, up to {limit:.0f} s, log {log}\n")
+        sys.stdout.flush()
         _wait(process, settings, log)
+        sys.stdout.write(f"server {url}: healthy\n")
+        sys.stdout.flush()
         yield process.pid
     finally:
         stop(process)
@@ -182,8 +187,6 @@ def run_with_server(settings: RunSettings, log: Path, command: Sequence[str]) ->
         sys.stdout.write(f"server {there}: attached, will be left running\n")
         return _run(command, os.environ.copy())
     with running(settings, log) as pid:
-        sys.stdout.write(f"server {settings.model.base_url}: started as process {pid}, log {log}\n")
-        sys.stdout.flush()
         code = _run(command, os.environ | {"VLLM_BASE_URL": settings.model.base_url})
     sys.stdout.write(f"server: process {pid} stopped\n")
     return code

@@ -9,6 +9,9 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
+import shlex
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +22,7 @@ from phase_settings import (
     SynthesisSettings,
     TrainingSettings,
     ValidationSettings,
+    server_url,
 )
 from pydantic import Field, field_validator
 
@@ -29,6 +33,10 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CONFIG = ROOT / "configs" / "swebench_qwen36_vllm.yaml"
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # becomes a folder, a container label and a part of served names
 
+MAX_TOKENS = 10**7  # of one reply; no context is as long
+SMALLEST_SHARE = Fraction(1, 1000)
+
+Text = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Backend = Literal["docker", "singularity", "modal", "bubblewrap", "local"]
@@ -51,34 +59,49 @@ class DatasetSettings(SettingsModel):
 class ModelSettings(SettingsModel):
     """The base model and where it is served; ``VLLM_BASE_URL`` and ``VLLM_MODEL`` override this."""
 
-    name: str
+    name: Text
     base_url: str = "http://localhost:8000"
     api_key_env: str = "VLLM_API_KEY"  # the variable's name; keys are never written to files
+
+    _url = field_validator("base_url")(server_url)
 
 
 class ServerSettings(SettingsModel):
     """How ``launch_phase1.sh`` starts the server. ``args``: flags after --model, as on a command line."""
 
-    command: tuple[str, ...] = ("python", "-m", "vllm.entrypoints.openai.api_server")
+    command: Annotated[tuple[Text, ...], Field(min_length=1)] = ("python", "-m", "vllm.entrypoints.openai.api_server")
     args: str = ""
     env: dict[str, str] = Field(default_factory=dict)
     start_timeout_s: PositiveFloat = 1800.0
 
+    @field_validator("args")
+    @classmethod
+    def _as_a_command_line(cls, value: str) -> str:
+        shlex.split(value)  # its ValueError says "No closing quotation"
+        return value
+
 
 class SamplingSettings(SettingsModel):
-    """Sent with every request. ``top_k`` null leaves the server's default."""
+    """Sent with every request. ``top_k`` -1 takes every token, null leaves the server's default."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.7
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.95
     top_k: int | None = 20
-    max_tokens: Positive = 24_576
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 24_576
+
+    @field_validator("top_k")
+    @classmethod
+    def _a_count_or_all(cls, value: int | None) -> int | None:
+        if value is not None and value < 1 and value != -1:
+            raise ValueError("expected an integer >= 1, -1 for every token, or null")
+        return value
 
 
 class AgentSettings(SettingsModel):
     """mini-swe-agent: the package's own templates and runner, with these limits.
 
     ``base_config`` names one of the package's configurations or a YAML file; ``environment`` is merged into its
-    ``environment`` section (``run_args`` of docker, say).
+    ``environment`` section (``run_args`` of docker, say); the class of that environment follows from ``backend``.
     """
 
     python: str = ".venv-agents/bin/python"
@@ -94,6 +117,14 @@ class AgentSettings(SettingsModel):
     max_consecutive_format_errors: Annotated[int, Field(ge=0)] = 3
     infrastructure_retries: Annotated[int, Field(ge=0)] = 1  # of an instance, within one run of the phase
     environment: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("environment")
+    @classmethod
+    def _plain(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if "environment_class" in value:
+            raise ValueError("environment_class follows from agent.backend; set that")
+        _require_json(value)
+        return value
 
 
 class GradingSettings(SettingsModel):
@@ -128,10 +159,41 @@ class RunSettings(SettingsModel):
     @classmethod
     def _two_shares(cls, value: str) -> str:
         try:
-            parse_shares(value)
+            mine = parse_shares(value)
         except InputError as error:
             raise ValueError(str(error)) from None
+        if not SMALLEST_SHARE <= mine <= 1 - SMALLEST_SHARE:
+            raise ValueError(f"expected MINE:SCORE with both parts at least {SMALLEST_SHARE} of the whole")
         return value
+
+
+def _require_json(value: Any) -> None:
+    """Raises ValueError for what YAML knows and JSON does not: dates, sets, NaN, keys that are no text."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"expected text as a key, found {key!r:.40}")
+            _require_json(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            _require_json(inner)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("expected a finite number")
+    elif not isinstance(value, str | int | float | None):
+        raise ValueError(f"expected text, a number, true, false or null, found {type(value).__name__}; quote it")
+
+
+def _refuse_unwritable(value: Any, where: str) -> None:
+    """Raises InputError for text with NUL or a lone surrogate, which no file name, command or file can hold."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _refuse_unwritable(str(key), f"{where}: a key")
+            _refuse_unwritable(inner, f"{where}: {key}")
+    elif isinstance(value, list):
+        for inner in value:
+            _refuse_unwritable(inner, where)
+    elif isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
+        raise InputError(f"{where}: holds NUL or half a character ({value!r:.60}); remove it")
 
 
 def load_settings(path: str | Path | None = None, **override: Any) -> RunSettings:
@@ -142,6 +204,7 @@ def load_settings(path: str | Path | None = None, **override: Any) -> RunSetting
     """
     file = Path(path) if path is not None else DEFAULT_CONFIG
     data = read_yaml(file)
+    _refuse_unwritable(data, f"configuration {file}")
     _refuse_unknown(data, RunSettings, f"configuration {file}")
     data |= {key: value for key, value in override.items() if value is not None}
     return check(RunSettings, data, f"configuration {file}")
