@@ -127,7 +127,9 @@ def read_episodes(path: str, limit: int) -> list[tuple[str, list[int]]]:
     entries = data.get("simulations", []) if isinstance(data, dict) else []
     found = [entry for entry in entries if isinstance(entry, dict) and entry.get("token_ids")][:limit]
     if not found:
-        raise InputError(f"rollouts file {path}: no entry has token_ids; collect again with train.collect_rollouts --tokens")
+        raise InputError(
+            f"rollouts file {path}: no entry has token_ids; collect again with train.collect_rollouts --tokens"
+        )
     return [
         (
             f"{entry.get('game', 'task')} {entry.get('task_id', '?')}, sample {entry.get('sample_idx', 0)}, "

@@ -2,8 +2,9 @@
 
     python pipeline/calibrate_environment.py rollouts.json --json-output calibration.json
 
-Exit 0 = accept, 1 = reject, or inconclusive (fewer than ``--min-groups`` seeds with four rollouts each), 2 = could not judge (bad file, too many failed episodes). The verdict is about rollouts
-without a hint, because hints are taken away before the update; hinted ones are reported beside them.
+Exit 0 = accept, 1 = reject, or inconclusive (fewer than ``--min-groups`` seeds with four scored rollouts each),
+2 = could not judge (bad file, too many failed episodes). The verdict is about rollouts without a hint, because hints
+are taken away before the update; hinted ones are reported beside them.
 """
 
 from __future__ import annotations
@@ -240,8 +241,8 @@ def render(calibration: Calibration) -> str:
         lines.append(_line("hinted: success rate", calibration.hinted.success_rate, ""))
     if calibration.verdict == "inconclusive":
         lines.append(
-            f"too few to judge: {calibration.large_groups} groups with {MIN_ROLLOUTS} or more scored rollouts, expected "
-            f"at least {calibration.min_groups} (--min-groups); collect more: --num-seeds {calibration.min_groups} "
+            f"too few to judge: {calibration.large_groups} groups with {MIN_ROLLOUTS} or more scored rollouts, "
+            f"expected at least {calibration.min_groups} (--min-groups); collect more: --num-seeds {calibration.min_groups} "
             f"--num-samples {MIN_ROLLOUTS} or above"
         )
     lines.append(f"verdict: {calibration.verdict}")

@@ -61,7 +61,7 @@ def test_the_command_writes_one_offline_page(tmp_path: Path) -> None:
 
 def test_episodes_without_tokens_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text(json.dumps({"simulations": [{"task_id": "1"}]}))
-    with pytest.raises(InputError, match="no entry has token_ids.*collect_rollouts --tokens"):
+    with pytest.raises(InputError, match=r"no entry has token_ids.*collect_rollouts --tokens"):
         read_episodes(str(tmp_path / "r.json"), 5)
 
 

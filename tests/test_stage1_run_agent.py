@@ -17,8 +17,7 @@ import yaml
 from stage1_helpers import ROOT, Done, run_main
 
 import render_pipeline
-from pipeline import run_agent
-from pipeline import agent_commands
+from pipeline import agent_commands, run_agent
 from pipeline.agent_commands import Request, cost_of_line, cost_of_trajectory, launch
 from pipeline.files import InputError
 
