@@ -53,7 +53,7 @@ def settings_data(url: str = "http://127.0.0.1:9", **sections: Any) -> dict[str,
     data["model"]["base_url"] = url
     data["agent"] |= {"workers": 1, "python": str(AGENT_PYTHON)}
     for name, section in sections.items():
-        data[name] = data[name] | section if isinstance(section, dict) else section
+        data[name] = data.get(name, {}) | section if isinstance(section, dict) else section
     return data
 
 
