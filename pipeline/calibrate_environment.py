@@ -242,7 +242,8 @@ def render(calibration: Calibration) -> str:
     if calibration.verdict == "inconclusive":
         lines.append(
             f"too few to judge: {calibration.large_groups} groups with {MIN_ROLLOUTS} or more scored rollouts, "
-            f"expected at least {calibration.min_groups} (--min-groups); collect more: --num-seeds {calibration.min_groups} "
+            f"expected at least {calibration.min_groups} (--min-groups); "
+            f"collect more: --num-seeds {calibration.min_groups} "
             f"--num-samples {MIN_ROLLOUTS} or above"
         )
     lines.append(f"verdict: {calibration.verdict}")
