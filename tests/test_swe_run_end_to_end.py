@@ -123,7 +123,7 @@ def test_launch_starts_a_server_and_stops_it(base: Base, tmp_path: Path) -> None
     dry = subprocess.run([*line, "--dry-run"], capture_output=True, text=True, env=env, cwd=ROOT, timeout=120)
     assert dry.returncode == 0 and "will be started" in dry.stdout, dry.stdout
     done = subprocess.run(line, capture_output=True, text=True, env=env, cwd=ROOT, timeout=120)
-    assert done.returncode == 0 and "started as process" in done.stdout, done.stderr
+    assert done.returncode == 0 and "starting as process" in done.stdout, done.stderr
     assert "(2 of 3 instances)" in done.stdout
     assert not run_server.alive(load_settings(config))
 
