@@ -17,7 +17,7 @@ from run_folder import RunFolder
 from run_settings import ROOT, RunSettings
 from steps import Step, run_steps
 
-from pipeline.agent_commands import Request, launch
+from pipeline.agent_commands import Request, launch, mini_program
 from pipeline.files import InputError, read_json, write_json, write_text
 from pipeline.readers import swebench
 from pipeline.readers.plan import READERS, make_plan
@@ -34,9 +34,7 @@ def program(args: argparse.Namespace) -> str:
         InputError: its program is not installed.
     """
     if args.agent == "mini-swe-agent":  # its command holds the text of the prompt, which is not rendered yet
-        if shutil.which("mini") is None:
-            raise InputError("--agent: program 'mini' is not on the PATH; pip install mini-swe-agent")
-        return "mini"
+        return mini_program()
     return launch(args.agent, Request(Path("prompt.md"), Path(), args.agent_model, args.cost_limit)).command[0]
 
 
