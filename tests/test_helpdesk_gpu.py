@@ -264,7 +264,7 @@ def finished(tmp_path: Path) -> Path:
             code = {"exit_code": 1} if name == names[1] and kind == "calibration" else {}
             write_json(run / "done" / f"{stage_name}_{name}.json", {"seconds": 3.0, "peak_bytes": 2**30, **code})
     for name in ("train", "train_direct", "train_joint"):
-        lines = [{"adapter": name, "iteration": i, "episodes": 12.0, "sampled_tokens": 100.0} for i in (1, 2, 3)]
+        lines = [{"adapter": name, "iteration": i, "episodes": 12.0, "sampled_tokens": 100.0} for i in (1, 2, 3, 4)]
         (run / name).mkdir()
         (run / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run
@@ -289,9 +289,9 @@ def test_the_table_says_what_was_measured(finished: Path) -> None:
     assert claim(data, "own environment")["measured"] == "2 of 2"
     assert claim(data, "number of capabilities")["measured"] == "55.0 -> 80.0 %"
     assert data["count"][0]["capabilities"] == 1 and data["count"][-1]["capabilities"] == 2
-    assert [p["rollouts"] for p in data["curve"]] == [12, 24, 24]  # up to iteration 1 of each, or 2 of the rivals
+    assert [p["rollouts"] for p in data["curve"]] == [24, 48, 48]  # up to iteration 2 of each, or 4 of the rivals
     assert [e["calibrated"] for e in data["environments"]] == [True, False]
-    assert data["costs"]["total_s"] == 12.0 and data["costs"]["training"]["train"]["rollouts"] == 36
+    assert data["costs"]["total_s"] == 12.0 and data["costs"]["training"]["train"]["rollouts"] == 48
     assert not any("vLLM" in c["claim"] for c in data["claims"])
 
 

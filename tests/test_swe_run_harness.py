@@ -210,6 +210,6 @@ def test_disk_space_is_counted_per_instance(tmp_path: Path, monkeypatch: pytest.
     usage = os.statvfs(tmp_path)
     assert usage.f_bavail >= 0
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("U", (), {"free": 100 << 30})())
-    with pytest.raises(InputError, match="about 1250 GiB needed for 500 instances"):
+    with pytest.raises(InputError, match="about 500 GiB needed for 500 instances"):
         disk_ready(settings, RunFolder(tmp_path / "not" / "there"))
     assert "0.4 GiB needed" in disk_ready(RunSettings.model_validate(settings_data()), RunFolder(tmp_path))
