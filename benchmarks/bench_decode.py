@@ -81,7 +81,7 @@ def main() -> int:
 
         adapter = "measured"
         asyncio.run(engine.load_adapter(adapter, args.adapter))
-    if not packed_linear.worth_packing(engine.model):
+    if not packed_linear.packable(engine.model):
         raise InputError(f"{args.model}: nothing to pack here (needs bf16 on a CPU with oneDNN); nothing was measured")
     prompts, max_tokens = first_prompts(args.env, engine.codec, args.seeds)
     seeded = [(p, 1000 * i + k) for i, p in enumerate(prompts) for k in range(args.samples)]

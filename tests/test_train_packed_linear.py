@@ -79,6 +79,6 @@ def test_engine_samples_the_same_with_and_without(family: str, monkeypatch: pyte
     engine = LocalEngine(model, ChatCodec(tiny_tokenizer(), [2]))
     requests = [([5, 9, 40 + i % 3, 7], SamplingParams(16, 1.0, seed=i)) for i in range(8)]
     packed = engine.generate(requests)
-    monkeypatch.setattr("train.packed_linear.worth_packing", lambda _: False)
+    monkeypatch.setattr("train.packed_linear.packable", lambda _: [])
     assert engine.generate(requests) == packed
     assert len(requests) <= MAX_ROWS

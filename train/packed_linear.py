@@ -63,18 +63,17 @@ def product(module: torch.nn.Linear) -> Product:
     return multiply
 
 
-def worth_packing(model: torch.nn.Module) -> bool:
-    """The model has weights that can be packed, and a second copy of them is affordable."""
-    weights = [m.weight for m in model.modules() if type(m) is torch.nn.Linear and can_pack(m.weight)]
-    return bool(weights) and sum(w.numel() * w.element_size() for w in weights) <= MAX_BYTES
+def packable(model: torch.nn.Module) -> list[torch.nn.Linear]:
+    """The layers of ``model`` whose weights can be packed; none when a second copy of them all is not affordable."""
+    layers = [m for m in model.modules() if type(m) is torch.nn.Linear and can_pack(m.weight)]
+    size = sum(m.weight.numel() * m.weight.element_size() for m in layers)
+    return layers if size <= MAX_BYTES else []
 
 
 @contextlib.contextmanager
 def packed_linears(model: torch.nn.Module) -> Iterator[None]:
     """Inside, the frozen ``nn.Linear`` layers of ``model`` multiply through packed weights; for inference only."""
-    changed: list[Any] = []
-    if worth_packing(model):
-        changed = [m for m in model.modules() if type(m) is torch.nn.Linear and can_pack(m.weight)]
+    changed: list[Any] = list(packable(model))
     try:
         for module in changed:
             module.forward = product(module)
