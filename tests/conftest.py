@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -139,6 +140,23 @@ def shared_server_is_left_as_found(request: pytest.FixtureRequest) -> Iterator[N
     before = served_names(url)
     yield
     assert served_names(url) == before
+
+
+@pytest.fixture(autouse=True)
+def weight_tying_is_left_on() -> Iterator[None]:
+    """Two loads in two threads can leave it off for the whole process: the test that does so fails, and only it."""
+    before = _tying()
+    yield
+    after = _tying()
+    if after is not None and after.__qualname__ != "PreTrainedModel.tie_weights":
+        if before is not None:
+            sys.modules["transformers.modeling_utils"].PreTrainedModel.tie_weights = before
+        pytest.fail("transformers' weight tying is off: models were loaded in two threads at once")
+
+
+def _tying() -> Any:
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return getattr(getattr(modeling, "PreTrainedModel", None), "tie_weights", None)
 
 
 @pytest.fixture

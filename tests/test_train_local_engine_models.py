@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +64,23 @@ def test_logprobs_of_rows_with_a_common_prefix(make: Any, shares: bool, tmp_path
             rows = plain(input_ids=torch.tensor([[*prompt, *sample.token_ids]])).logits[0].log_softmax(-1)
         found = [float(rows[len(prompt) - 1 + i, token]) for i, token in enumerate(sample.token_ids)]
         assert sample.logprobs == pytest.approx(found, abs=2e-4)
+
+
+def test_threads_load_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two loads at once can leave transformers' weight tying off: a later model would have no head."""
+    config = transformers.LlamaConfig(**SHAPE, tie_word_embeddings=True)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    load, inside, most = transformers.AutoModelForCausalLM.from_pretrained, threading.Semaphore(1), []
+
+    def slow(*args: Any, **options: Any) -> Any:
+        most.append(inside.acquire(blocking=False))
+        time.sleep(0.02)
+        model = load(*args, **options)
+        inside.release()
+        return model
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", slow)
+    with ThreadPoolExecutor(3) as pool:
+        models = list(pool.map(lambda _: load_model(str(tmp_path), "float32", "cpu"), range(3)))
+    assert most == [True] * 3
+    assert all(m.lm_head.weight is m.model.embed_tokens.weight for m in models)

@@ -15,6 +15,8 @@ from peft import PeftModel
 from scripted_server import STOP, Body, ScriptedServer
 from transformers import AutoModelForCausalLM
 
+from train.local_engine import LOADING
+
 
 class TinyServer(ScriptedServer):
     """``deaf``: accepts adapters and goes on with the base, as a server that never applies them would."""
@@ -34,7 +36,8 @@ class TinyServer(ScriptedServer):
         else:
             path = self.adapters[name]
         if name not in self._networks:
-            base = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+            with LOADING:  # two servers in one process
+                base = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
             self._networks[name] = base if path is None else PeftModel.from_pretrained(base, path).eval()
             self.loaded += [] if path is None else [name]
         return self._networks[name]

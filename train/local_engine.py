@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -33,6 +34,10 @@ from train.kv_cache import (
 )
 from train.packed_linear import packed_linears
 from train.sampling_lora import cast_adapter
+
+# transformers switches weight tying off for the whole process while it loads a model: of two loads at once, the one
+# that ends last can leave it off for good, and every later model with tied embeddings has no head.
+LOADING = threading.RLock()
 
 
 @dataclasses.dataclass
@@ -180,6 +185,8 @@ def pick_dtype(device: str) -> torch.dtype:
 def load_model(folder: str, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
     """A frozen causal LM in evaluation mode, with this module's attention where the model supports SDPA.
 
+    Threads may load at the same time: they take turns (``LOADING``).
+
     Raises:
         InputError: the folder cannot be loaded.
     """
@@ -190,7 +197,8 @@ def load_model(folder: str, dtype: str = "auto", device: str = "auto") -> PreTra
     if kind is None:
         raise InputError(f"--dtype {dtype}: expected auto, bfloat16, float16 or float32")
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, attn_implementation="sdpa")
+        with LOADING:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, attn_implementation="sdpa")
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise InputError(f"model {folder}: cannot be loaded ({str(error).splitlines()[0]}); check --model") from None
     model.requires_grad_(False)
