@@ -146,6 +146,59 @@ except MemoryError:
     pass
 print("tried")
 """
+_MEMORY_OF_MANY = """
+import os, signal, time
+for _ in range(12):
+    if os.fork() == 0:
+        x = bytearray(100 << 20)
+        time.sleep(8)
+        os._exit(0)
+time.sleep(8)
+print("BREACH 1.2 GiB in 12 processes", flush=True)
+os._exit(0)
+"""
+_HIDDEN_MEMORY = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+if hasattr(os, "memfd_create"):
+    try:
+        os.memfd_create("x")
+        print("BREACH memfd")
+    except OSError:
+        pass
+shared = libc.shmget(0, 1 << 20, 0o1600)
+if shared >= 0:
+    libc.shmctl(shared, 0, None)
+    print("BREACH System V shared memory")
+print("tried")
+"""
+_NAMESPACES = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+for name, flags in (("user", 0x10000000), ("user and mounts", 0x10020000), ("network", 0x40000000)):
+    if libc.unshare(flags) == 0:
+        print("BREACH a namespace of its own:", name)
+child = libc.syscall({"x86_64": 56, "aarch64": 220}[os.uname().machine], 0x10000000 | 17, 0, 0, 0, 0)
+if child == 0:
+    os._exit(0)
+print("BREACH clone" if child > 0 else "tried")
+"""
+_SOCKETS = """
+import socket
+for family in (40, 16, 38):  # VSOCK reaches the host of a virtual machine; netlink, kernel crypto
+    try:
+        socket.socket(family, socket.SOCK_STREAM if family == 40 else socket.SOCK_RAW).close()
+        print("BREACH family", family)
+    except OSError:
+        pass
+print("tried")
+"""
+_QUIET_SLEEP = """
+import os, time
+os.close(1)
+os.close(2)
+time.sleep(60)
+"""
 _DISK = """
 import signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -185,6 +238,11 @@ ATTACKS = (
     Attack("privileges", "mount, chroot, become root", _PRIVILEGES, harmless=False),
     Attack("fork bomb", "400 processes", _FORK, limits=Limits(wall_s=20, processes=20), harmless=False),
     Attack("memory", "3 GiB", _MEMORY),
+    Attack("memory of many", "1.2 GiB in twelve processes", _MEMORY_OF_MANY, lambda f: f.stopped == "memory_mb",
+           Limits(wall_s=20, memory_mb=512), harmless=False),
+    Attack("hidden memory", "memory that no process has mapped", _HIDDEN_MEMORY),
+    Attack("namespaces", "root in a user namespace of its own", _NAMESPACES),
+    Attack("sockets", "families that know no network namespace", _SOCKETS),
     Attack("fill the disk", "480 MiB in /tmp", _DISK, harmless=False),
     Attack("daemon", "a process that outlives the sandbox", _DAEMON),
     Attack("run for ever", "past the CPU limit", "while True: pass", lambda f: f.returncode != 0, Limits(cpu_s=1)),
@@ -193,6 +251,13 @@ ATTACKS = (
         "idle, past the wall limit",
         "import time\ntime.sleep(60)",
         lambda f: f.stopped == "wall_s",
+        Limits(wall_s=1),
+    ),
+    Attack(
+        "silent for ever",
+        "closes its output, past the wall limit",
+        _QUIET_SLEEP,
+        lambda f: f.stopped == "wall_s" and f.seconds < 10,
         Limits(wall_s=1),
     ),
     Attack(

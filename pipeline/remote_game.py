@@ -224,6 +224,7 @@ class Worker:
         self.close(reason)
         code = self.process.returncode
         how = f" (exit {code})" if code not in (None, -9) else ""
+        how = " (more memory than its limit)" if self.process.over_memory else how
         return EnvironmentFault(f"the environment's worker was lost: {reason}{how}")
 
     def close(self, reason: str = "closed") -> None:

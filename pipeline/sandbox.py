@@ -6,7 +6,8 @@ Two kinds of isolation:
 
 ``bwrap``    bubblewrap. Own namespaces for processes, network, mounts, IPC and host name; only the system's libraries,
              this Python and the files that the caller binds are visible, all read-only; /tmp is a private tmpfs; every
-             capability is dropped and no program can regain one. Killing it kills everything inside, daemons too.
+             capability is dropped and no program can regain one; system calls that get around these limits fail
+             (``pipeline.sandbox_seccomp``). Killing it kills everything inside, daemons too.
 ``process``  the weaker fallback, used only when asked for: a plain process with an empty environment and the same
              resource limits (for root, not that of processes). It can read what its user can read, reach the
              network, and leave daemons behind.
@@ -14,8 +15,8 @@ Two kinds of isolation:
 ``auto`` (the default everywhere) means bwrap, and an error where it does not work: nothing is weakened silently.
 
 RLIMIT_NPROC counts per user and never binds root. Started by root, bwrap therefore keeps CAP_SETUID for the launcher
-alone, which changes to a uid of its own per sandbox before anything foreign runs. Memory is limited per process
-(RLIMIT_AS), so the bound of a sandbox is ``memory_mb * processes``.
+alone, which changes to a uid of its own per sandbox before anything foreign runs. ``memory_mb`` bounds the address
+space of each process (RLIMIT_AS) and the resident memory of all of them together (``pipeline.sandbox_memory``).
 """
 
 from __future__ import annotations
@@ -29,20 +30,22 @@ import json
 import os
 import selectors
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Literal
 
 from pipeline.files import InputError, ServerError
+from pipeline.sandbox_memory import WATCH, SandboxProcess
+from pipeline.sandbox_seccomp import seccomp_filter
 
 PYTHON = os.path.realpath(sys.executable)
 INSIDE = "/trace"  # where the files of the project are seen inside
 Kind = Literal["bwrap", "process"]
+Stopped = Literal["wall_s", "output_mb", "memory_mb"]
 
 # Runs inside, before anything foreign: own uid, limits, then the program. `ulimit` of a shell cannot change the uid.
 _LAUNCHER = """
@@ -101,7 +104,7 @@ class Finished:
     returncode: int | None
     stdout: bytes
     stderr: bytes
-    stopped: Literal["wall_s", "output_mb"] | None
+    stopped: Stopped | None
     seconds: float
 
 
@@ -153,6 +156,7 @@ def command(
     binds: Sequence[tuple[str, str]] = (),
     environment: dict[str, str] | None = None,
     cwd: str = "/tmp",
+    seccomp_fd: int | None = None,
 ) -> list[str]:
     """The command line that runs ``argv`` inside.
 
@@ -160,6 +164,7 @@ def command(
         argv: program with an absolute path, as seen inside.
         binds: (path outside, path inside), read-only. Ignored by ``process``, which sees everything anyway.
         environment: variables of the program; nothing else is there.
+        seccomp_fd: where bwrap reads its filter.
     """
     own_uid = _fresh_uid() if isolation.own_uid else 0
     plan = json.dumps({"uid": own_uid, "limits": limits.rlimits()})
@@ -170,6 +175,7 @@ def command(
     outer += [] if own_uid else ["--unshare-user"]
     outer += ["--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox", "--cap-drop", "ALL"]
     outer += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if own_uid else []
+    outer += ["--seccomp", str(seccomp_fd)] if seccomp_fd is not None else []
     outer += system_binds()
     for folder in sorted({str(p) for _, target in binds for p in Path(target).parents if p != Path("/")}):
         outer += ["--perms", "0755", "--dir", folder]  # bwrap's own default is 0700, closed to the sandbox's uid
@@ -252,35 +258,56 @@ def start(
     stdout: int | IO[bytes] = subprocess.PIPE,
     stderr: int | IO[bytes] = subprocess.DEVNULL,
     pass_fds: Sequence[int] = (),
-) -> subprocess.Popen[bytes]:
+) -> SandboxProcess:
     """Start a long-lived program inside; the caller talks to it through its pipes and ends it with ``kill``."""
-    isolation = isolation or find_isolation()
-    line = command(argv, isolation=isolation, limits=limits or Limits(), binds=binds, environment=environment)
-    inherited = (
-        {"PATH": os.environ.get("PATH", "/usr/bin:/bin")} if isolation.kind == "bwrap" else dict(environment or {})
-    )
-    try:
-        return subprocess.Popen(
-            line,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            env=inherited,
-            cwd="/",
-            bufsize=0,
-            pass_fds=tuple(pass_fds),
-            start_new_session=True,
+    isolation, limits = isolation or find_isolation(), limits or Limits()
+    inside = isolation.kind == "bwrap"
+    inherited = {"PATH": os.environ.get("PATH", "/usr/bin:/bin")} if inside else dict(environment or {})
+    with _filter_pipe(inside) as seccomp_fd:
+        line = command(
+            argv, isolation=isolation, limits=limits, binds=binds, environment=environment, seccomp_fd=seccomp_fd
         )
-    except OSError as error:
-        raise ServerError(f"sandbox could not be started ({error}); free memory or processes and try again") from None
+        try:
+            process = SandboxProcess(
+                line,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                env=inherited,
+                cwd="/",
+                bufsize=0,
+                pass_fds=(*pass_fds, *(() if seccomp_fd is None else (seccomp_fd,))),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ServerError(
+                f"sandbox could not be started ({error}); free memory or processes and try again"
+            ) from None
+    WATCH.add(process, limits.memory_mb)
+    return process
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+@contextlib.contextmanager
+def _filter_pipe(inside: bool) -> Iterator[int | None]:
+    """A descriptor from which bwrap reads the filter of system calls; None where there is none."""
+    program = seccomp_filter() if inside else None
+    if program is None:
+        yield None
+        return
+    source, sink = os.pipe()
+    try:
+        try:
+            os.write(sink, program)  # a few hundred bytes: a pipe holds them
+        finally:
+            os.close(sink)
+        yield source
+    finally:
+        os.close(source)
+
+
+def kill(process: SandboxProcess) -> None:
     """End a sandbox and everything in it."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
+    process.kill_tree()
     process.wait()
     for pipe in (process.stdin, process.stdout, process.stderr):
         if pipe is not None:
@@ -312,26 +339,28 @@ def run(
     )
     try:
         output, stopped = _communicate(process, stdin, limits, began)
-        code = process.wait() if stopped is None else None
+        code = process.returncode if stopped is None else None
     finally:
         kill(process)
+    if process.over_memory:
+        code, stopped = None, "memory_mb"
     return Finished(code, output["stdout"], output["stderr"], stopped, time.monotonic() - began)
 
 
 def _communicate(
-    process: subprocess.Popen[bytes], stdin: bytes, limits: Limits, began: float
-) -> tuple[dict[str, bytes], Literal["wall_s", "output_mb"] | None]:
+    process: SandboxProcess, stdin: bytes, limits: Limits, began: float
+) -> tuple[dict[str, bytes], Stopped | None]:
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     output = {"stdout": bytearray(), "stderr": bytearray()}
     left = memoryview(stdin)
     cap = int(limits.output_mb * (1 << 20))
-    stopped: Literal["wall_s", "output_mb"] | None = None
+    stopped: Stopped | None = None
     os.set_blocking(process.stdin.fileno(), False)
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ, "stdout")
         selector.register(process.stderr, selectors.EVENT_READ, "stderr")
         selector.register(process.stdin, selectors.EVENT_WRITE, "stdin")
-        while len(selector.get_map()) > ("stdin" in (k.data for k in selector.get_map().values())):
+        while any(key.data != "stdin" for key in selector.get_map().values()):
             remaining = limits.wall_s - (time.monotonic() - began)
             if remaining <= 0:
                 stopped = "wall_s"
@@ -353,10 +382,21 @@ def _communicate(
             if len(output["stdout"]) + len(output["stderr"]) > cap:
                 stopped = "output_mb"
                 break
+    if stopped is None and not _ended(process, limits.wall_s - (time.monotonic() - began)):
+        stopped = "wall_s"
     return {name: bytes(data[:cap]) for name, data in output.items()}, stopped
 
 
-def _feed(process: subprocess.Popen[bytes], left: memoryview) -> memoryview:
+def _ended(process: SandboxProcess, within_s: float) -> bool:
+    """Wait for a program that has closed its output: that alone does not end it."""
+    try:
+        process.wait(max(within_s, 0.01))
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _feed(process: SandboxProcess, left: memoryview) -> memoryview:
     assert process.stdin is not None
     try:
         return left[os.write(process.stdin.fileno(), left[:65536]) :] if left else left

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -15,6 +16,8 @@ from pipeline import sandbox
 from pipeline.check_sandbox import ATTACKS, Attack, attempt
 from pipeline.files import InputError
 from pipeline.sandbox import PYTHON, Finished, Isolation, Limits, find_isolation, kill, run, start
+from pipeline.sandbox_memory import MemoryWatch, SandboxProcess
+from pipeline.sandbox_seccomp import DENIED, seccomp_filter
 
 needs_bwrap = pytest.mark.skipif(
     sandbox._probe_bwrap()[0] is None, reason=f"no bubblewrap: {sandbox._probe_bwrap()[1]}"
@@ -107,6 +110,59 @@ def test_file_size_and_tmp_size() -> None:
     assert said(code.replace("SIZE", "3"), limits=limits).strip() == "2 File too large"
     count, reason = said(code.replace("SIZE", "1"), limits=limits).strip().split(" ", 1)
     assert int(count) <= 8 and "No space left" in reason
+
+
+@needs_bwrap
+def test_memory_of_all_processes_together() -> None:
+    """Each process stays under its own limit; the sum does not."""
+    code = (
+        "import os, time\n"
+        "for _ in range(8):\n"
+        "    if os.fork() == 0:\n"
+        "        x = bytearray(50 << 20); time.sleep(20); os._exit(0)\n"
+        "time.sleep(20)"
+    )
+    finished = attack(code, limits=Limits(wall_s=15, memory_mb=256))
+    assert finished.stopped == "memory_mb" and finished.returncode is None and finished.seconds < 10
+
+
+@needs_bwrap
+def test_memory_is_summed_over_daemons_and_forgotten_at_the_end() -> None:
+    code = (
+        "import os, time\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    if os.fork() == 0:\n"
+        "        x = bytearray(40 << 20); print('up', flush=True); time.sleep(20)\n"
+        "    os._exit(0)\n"
+        "time.sleep(20)"
+    )
+    process = start([PYTHON, "-I", "-c", code], limits=Limits(memory_mb=200))
+    try:
+        assert process.stdout is not None and process.stdout.read(3) == b"up\n"
+        watch = MemoryWatch()
+        kib = watch.used_kib({process.pid: process})[process.pid]
+        assert 40 << 10 < kib < 90 << 10, "the daemon counts, and code mapped from files does not"
+    finally:
+        kill(process)
+    assert watch.used_kib({}) == {} and not process.over_memory
+
+
+def test_a_watch_without_sandboxes_has_no_thread() -> None:
+    watch = MemoryWatch()
+    process = SandboxProcess([sys.executable, "-c", "pass"])
+    watch.add(process, 1000)
+    process.wait()
+    deadline = time.monotonic() + 5
+    while watch._thread is not None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert watch._thread is None
+
+
+@needs_bwrap
+def test_a_program_that_closes_its_output_still_has_a_deadline() -> None:
+    finished = attack("import os, time; os.close(1); os.close(2); time.sleep(60)", limits=Limits(wall_s=0.7))
+    assert finished.stopped == "wall_s" and finished.seconds < 5
 
 
 FORK_BOMB = (
@@ -368,6 +424,28 @@ def test_the_weaker_kind_does_not_wait_for_a_daemon_that_holds_the_pipes() -> No
 def test_attacks_of_the_table_are_held(one: Attack) -> None:
     held, finished = attempt(one, find_isolation("bwrap"))
     assert held, finished
+
+
+@needs_bwrap
+@pytest.mark.parametrize("name", ["hidden memory", "namespaces", "sockets"])
+def test_the_filter_is_what_holds_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "seccomp_filter", lambda: None)
+    held, finished = attempt(next(a for a in ATTACKS if a.name == name), find_isolation("bwrap"))
+    if held:
+        pytest.skip("this kernel refuses it anyway")
+    assert b"BREACH" in finished.stdout
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_every_jump_of_the_filter_stays_inside(machine: str) -> None:
+    program = seccomp_filter(machine)
+    assert program is not None and seccomp_filter("s390x") is None
+    steps = list(struct.iter_unpack("=HBBI", program))
+    assert 2 * len(DENIED) < len(steps) < 4096, "the kernel takes 4096 steps"
+    for index, (code, if_true, if_false, _) in enumerate(steps):
+        if code & 0x07 == 0x05:  # a jump
+            assert index + 1 + max(if_true, if_false) < len(steps)
+    assert steps[-1][0] == 0x06, "the last step returns"
 
 
 @pytest.mark.parametrize("name", ["read secrets", "network", "see processes"])
