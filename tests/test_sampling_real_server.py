@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, start_vllm, stop_group, wait_for_health
 
 from game_registry import AgentError
 from pipeline.files import InputError
@@ -237,64 +234,3 @@ async def test_prompt_longer_than_the_context_is_a_context_failure(
         with pytest.raises(AgentError) as caught:
             await engine.sample([10] * 3000, SamplingParams(4))
     assert caught.value.kind == "context"
-
-
-def collect_command(smollm2: Path, url: str, out: Path) -> list[str]:
-    command = f"-m train.collect_rollouts --env capability_tiny --model {smollm2} --base-url {url}/v1 --num-seeds 15"
-    return [sys.executable, *command.split(), *f"--num-samples 4 --max-new-tokens 20 -o {out} --concurrency 8".split()]
-
-
-@pytest.mark.slow
-async def test_server_killed_midway_and_processed_logprobs(smollm2: Path, codec: ChatCodec, tmp_path: Path) -> None:
-    """A dead server ends the command with exit 2 and keeps the work; the same command goes on with a new server."""
-    import os
-
-    env = {**os.environ, "TRACE_GAME_MODULES": "tiny_game", "PYTHONPATH": str(ROOT / "tests"), "VLLM_MODEL": ""}
-    out, logs = tmp_path / "rollouts.json", [tmp_path / "first.log", tmp_path / "second.log"]
-    doomed, url = start_vllm(smollm2, logs[0])  # both at once: a start keeps one core busy
-    second, second_url = start_vllm(smollm2, logs[1], "--logprobs-mode", "processed_logprobs")
-    try:
-        try:
-            await asyncio.to_thread(wait_for_health, doomed, url, logs[0])
-            await asyncio.to_thread(wait_for_health, second, second_url, logs[1])
-            command = collect_command(smollm2, url, out)
-            child = await asyncio.to_thread(
-                subprocess.Popen, command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True
-            )
-            partial = out.with_name(out.name + ".partial.jsonl")
-            async with asyncio.timeout(120):
-                while not partial.exists() or partial.read_text().count("\n") < 8:
-                    assert child.poll() is None, child.communicate()[1]
-                    await asyncio.sleep(0.05)
-        finally:
-            stop_group(doomed)
-        _, errors = await asyncio.to_thread(child.communicate)
-        assert child.returncode == 2, errors
-        assert "error: no server answers" in errors.splitlines()[-1]
-        kept = partial.read_text().count("\n") - 1
-        assert kept >= 7 and not out.exists()
-        command = collect_command(smollm2, second_url, out)
-        await asyncio.to_thread(subprocess.run, command, cwd=ROOT, env=env, check=True)
-        entries = json.loads(out.read_text())["simulations"]
-        assert len({(e["task_id"], e["sample_idx"]) for e in entries}) == len(entries) == 60
-        await check_processed_logprobs(second_url, codec, smollm2)
-    finally:
-        stop_group(second)
-
-
-async def check_processed_logprobs(url: str, codec: ChatCodec, smollm2: Path) -> None:
-    """Log-probs at temperature 0.7 are those of the distribution that was sampled from."""
-    import torch
-
-    from train.local_engine import load_model
-
-    model = load_model(str(smollm2), "bfloat16")
-    prompt = prompts(codec)[3]
-    async with engine_on(url, codec, smollm2) as engine:
-        sample = await engine.sample(prompt, SamplingParams(24, 0.7, seed=1))
-    rows = teacher_forced(model, [*prompt, *sample.token_ids])[len(prompt) - 1 :]
-    scaled = torch.log_softmax(rows / 0.7, dim=-1)
-    ids = torch.tensor(sample.token_ids)[:, None]
-    given = torch.tensor(sample.logprobs)
-    assert (scaled.gather(1, ids)[:, 0] - given).abs().mean() < 0.1
-    assert dataclasses.is_dataclass(sample) and sample.finish_reason in ("stop", "length")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import start_vllm, stop_group, wait_for_health
 from tiny_models import tiny_model_folder
 from tiny_server import TinyServer
-from train_runs import Runs, error_line
+from train_runs import Runs
 
 from pipeline.files import InputError, ServerError
 from train.grpo import Trainer
@@ -210,28 +208,3 @@ def test_two_iterations_through_a_real_server(
         assert report.canary is not None and not report.canary.wrong and report.canary.moved > 0
     text = (tmp_path / f"r/rollouts/{name}_000002.jsonl").read_text()
     assert {json.loads(line)["adapter"] for line in text.splitlines()} == {f"{name}@v1"}
-
-
-@pytest.mark.server
-@pytest.mark.slow
-def test_a_real_server_that_is_killed(
-    vllm_server: str, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Exit 2 with one line, a checkpoint, and --resume on another server goes on."""
-    runs = Runs(smollm2, tmp_path, monkeypatch)
-    name = "structured_data_reasoning"
-    flags = (f"--game capability_{name}", REAL, "--max-iters 3 --save-every 1")
-    process, url = start_vllm(smollm2, tmp_path / "server.log")
-    try:
-        wait_for_health(process, url, tmp_path / "server.log")
-        training = runs.start("r", *flags, VLLM_BASE_URLS=url, VLLM_TIMEOUT_S="30")
-        while training.poll() is None and not runs.checkpoints("r", name):
-            time.sleep(0.2)
-    finally:
-        stop_group(process)
-    _, err = training.communicate(timeout=240)
-    assert training.returncode == 2 and error_line(err), err[-2000:]
-    assert runs.checkpoints("r", name)
-    monkeypatch.setenv("VLLM_BASE_URLS", vllm_server)
-    runs("r", *flags, "--resume")
-    assert [m["iteration"] for m in runs.iterations("r", name)] == [1, 2, 3]
