@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.candidates import check_candidates, load_candidates
-from pipeline.chat_client import ChatClient, Endpoint, Usage
+from pipeline.chat_client import ChatClient, Usage
 from pipeline.command_line import non_negative_int, positive_int
 from pipeline.cross_check import labelable
 from pipeline.discovery import LOWEST, DiscoverySettings, discover
+from pipeline.endpoint import Endpoint
 from pipeline.files import InputError, write_json
 from pipeline.label_output import Target, run_json, write_runs
 from pipeline.model_labeler import LabelSettings, ModelLabeler

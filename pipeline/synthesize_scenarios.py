@@ -24,8 +24,8 @@ from typing import Any
 
 from game_registry import Scored, play
 from pipeline import sandbox
-from pipeline.chat_client import Endpoint
 from pipeline.command_line import Parser, ProgressLine, non_negative_int, positive_int
+from pipeline.endpoint import Endpoint
 from pipeline.files import InputError, JsonlLog, ServerError, check, read_json, read_jsonl, resolved, run_cli
 from pipeline.mutate_scenario import mutate
 from pipeline.sandbox import Isolation

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 from collections.abc import Sequence
 
-import aiohttp
-
 from game_registry import Agent, AgentError, Message, Reply, Turn
-from pipeline.chat_client import FIRST_PAUSE_S, LONGEST_PAUSE_S, RETRYABLE, Endpoint
+from pipeline.endpoint import Again, EndpointClient
 from pipeline.files import ServerError
 
 
@@ -30,23 +27,8 @@ class Sampling:
     max_tokens: int
 
 
-class TextClient:
+class TextClient(EndpointClient):
     """A client for one endpoint; use it as an async context manager."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self.endpoint = endpoint
-        self._session: aiohttp.ClientSession | None = None
-
-    async def __aenter__(self) -> TextClient:
-        headers = {"Authorization": f"Bearer {self.endpoint.api_key}"} if self.endpoint.api_key else {}
-        timeout = aiohttp.ClientTimeout(total=self.endpoint.timeout_s)
-        connector = aiohttp.TCPConnector(limit=0)  # the caller's concurrency is the limit
-        self._session = aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
 
     async def complete(self, messages: Sequence[Message], sampling: Sampling, seed: int) -> Completion:
         """The next assistant message.
@@ -61,45 +43,22 @@ class TextClient:
             "temperature": sampling.temperature,
             "seed": seed,
         }
-        pause, reason = FIRST_PAUSE_S, ""
-        for attempt in range(self.endpoint.retries + 1):
-            answer = await self._post(body)
-            if isinstance(answer, Completion):
-                return answer
-            reason = answer
-            if attempt < self.endpoint.retries:
-                await asyncio.sleep(pause)
-                pause = min(pause * 2, LONGEST_PAUSE_S)
-        raise ServerError(f"{self.endpoint.url}: {reason} ({self.endpoint.retries + 1} attempts); check the server")
 
-    async def _post(self, body: dict[str, object]) -> Completion | str:
-        """The answer, or why this attempt failed in a way that may pass."""
-        assert self._session is not None, "use the client as an async context manager"
-        try:
-            async with self._session.post(self.endpoint.url, json=body) as response:
-                text = await response.text(errors="replace")
-                status = response.status
-        except TimeoutError:
-            return f"no answer within {self.endpoint.timeout_s:g} s"
-        except (aiohttp.ClientError, OSError) as error:
-            return f"cannot be reached ({type(error).__name__}: {error})"
-        if status == 200:
-            return _read(text)
-        detail = f"HTTP {status}: {' '.join(text.split())[:200]}"
-        if status in RETRYABLE:
-            return detail
-        raise ServerError(f"{self.endpoint.url}: {detail}; check --model, the key and the limits")
+        async def attempt(_: int) -> Completion:
+            return _read(await self.post(body))
+
+        return await self.repeat(attempt)
 
 
-def _read(text: str) -> Completion | str:
+def _read(text: str) -> Completion:
     try:
         choice = json.loads(text)["choices"][0]
         content = choice["message"]["content"]
         reason = choice.get("finish_reason") or "stop"
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
-        return f"expected a chat completion, found {text[:80]!r}"
+        raise Again(f"expected a chat completion, found {text[:80]!r}") from None
     if content is not None and not isinstance(content, str):
-        return f"expected text, found {content!r:.60}"
+        raise Again(f"expected text, found {content!r:.60}")
     return Completion(content or "", str(reason))
 
 

@@ -11,7 +11,8 @@ import pytest
 from aiohttp import web
 from scripted_server import ScriptedServer
 
-from pipeline.chat_client import Answer, ChatClient, Endpoint, SchemaMode, Usage
+from pipeline.chat_client import Answer, ChatClient, Usage
+from pipeline.endpoint import Endpoint, SchemaMode
 from pipeline.files import ServerError
 
 SCHEMA: dict[str, Any] = {
@@ -39,7 +40,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
             seen.append(seconds)
         await sleep(0)
 
-    monkeypatch.setattr("pipeline.chat_client.asyncio.sleep", record)
+    monkeypatch.setattr("pipeline.endpoint.asyncio.sleep", record)
     return seen
 
 

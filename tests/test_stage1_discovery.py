@@ -13,8 +13,9 @@ from scripted_server import ScriptedServer
 from stage1_helpers import Done, run_main
 
 from pipeline import _summarize, label_capabilities
-from pipeline.chat_client import ChatClient, Endpoint
+from pipeline.chat_client import ChatClient
 from pipeline.discovery import DiscoverySettings, discover
+from pipeline.endpoint import Endpoint
 from pipeline.files import ServerError
 from pipeline.labels import find_runs, load_runs
 from pipeline.records import Message, Record

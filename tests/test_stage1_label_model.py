@@ -104,7 +104,7 @@ def chats(server: ScriptedServer) -> list[dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.chat_client.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("pipeline.endpoint.FIRST_PAUSE_S", 0.01)
 
 
 # --------------------------------------------------------------------------- meaning
