@@ -164,3 +164,52 @@ def scripted_server() -> Iterator[ScriptedServer]:
     """A scripted server that answers every completion with the stop token; change its fields in the test."""
     with ScriptedServer() as server:
         yield server
+
+
+# ------------------------------------------------------------------------ training runs of a random model
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of a few kilobytes; tests that change its files copy it first."""
+    from tiny_models import tiny_model_folder
+
+    return tiny_model_folder(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def server(model_folder: Path) -> Iterator[Any]:
+    """A scripted server that really runs ``model_folder`` and its adapters."""
+    from tiny_server import TinyServer
+
+    with TinyServer(model_folder) as running:
+        yield running
+
+
+@pytest.fixture
+def local_runs(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs of the training command on ``model_folder``, sampled in this process and on one thread."""
+    import torch
+    from train_runs import Runs
+
+    for name in ("VLLM_BASE_URLS", "VLLM_BASE_URL", "VLLM_MODEL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("train.__main__.torch.set_num_threads", lambda n: None)
+    torch.set_num_threads(1)
+    return Runs(model_folder, tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def runs(local_runs: Any) -> Any:
+    """What a module that samples from a server replaces by ``served_runs``."""
+    return local_runs
+
+
+@pytest.fixture
+def served_runs(server: Any, local_runs: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The same, sampled from ``server``."""
+    import train_games  # noqa: F401 - registers the environments
+
+    monkeypatch.setenv("VLLM_BASE_URLS", server.url)
+    return local_runs

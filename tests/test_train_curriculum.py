@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from test_train_run import poison
-from tiny_models import tiny_model_folder
 from train_runs import Runs
 
 from pipeline.files import InputError, ServerError
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_folder(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture
-def runs(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
-    for name in ("VLLM_BASE_URLS", "VLLM_BASE_URL", "VLLM_MODEL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr("train.__main__.torch.set_num_threads", lambda n: None)
-    torch.set_num_threads(1)
-    return Runs(model_folder, tmp_path, monkeypatch)
 
 
 def counters(runs: Runs, run: str, name: str, iteration: int) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_models import tiny_model_folder
 from train_helpers import tiny_learners
 
 from pipeline.files import InputError
@@ -16,11 +15,6 @@ from train.identity import base_identity, weights_digest
 from train.lora import save_adapter
 from train.rollout_log import RolloutLog
 from train.systems import Plan, ResultStore, System
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def test_an_adapter_is_its_tensors_and_its_scale(tmp_path: Path) -> None:

@@ -6,13 +6,9 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tiny_models import tiny_model_folder
 from tiny_server import TinyServer
 from train_runs import Runs
 
@@ -25,26 +21,9 @@ NAMES = ("printable", "digits")
 BOTH = "--capabilities capability_printable,capability_digits"
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_folder(tmp_path_factory.mktemp("model") / "tiny")
-
-
 @pytest.fixture
-def server(model_folder: Path) -> Iterator[TinyServer]:
-    with TinyServer(model_folder) as running:
-        yield running
-
-
-@pytest.fixture
-def runs(server: TinyServer, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
-    torch.set_num_threads(1)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("VLLM_BASE_URLS", server.url)
-    monkeypatch.delenv("VLLM_MODEL", raising=False)
-    import train_games  # noqa: F401 - registers the environments
-
-    return Runs(model_folder, tmp_path, monkeypatch)
+def runs(served_runs: Runs) -> Runs:
+    return served_runs
 
 
 def test_the_others_sample_while_one_is_updated(

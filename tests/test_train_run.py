@@ -33,21 +33,6 @@ PRINTABLE, DIGITS = "--game capability_printable", "--game capability_digits"
 BOTH = "--capabilities capability_printable,capability_digits"
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_folder(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture
-def runs(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
-    for name in ("VLLM_BASE_URLS", "VLLM_BASE_URL", "VLLM_MODEL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr("train.__main__.torch.set_num_threads", lambda n: None)
-    torch.set_num_threads(1)
-    return Runs(model_folder, tmp_path, monkeypatch)
-
-
 # ------------------------------------------------------------------------ what a run leaves
 
 

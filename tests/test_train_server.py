@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tiny_models import tiny_model_folder
 from tiny_server import TinyServer
 from train_runs import Runs
 
@@ -22,27 +19,10 @@ GAME = "--game capability_digits"
 ALL_PATHS = ("/v1/completions", "/v1/models", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/health")
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_folder(tmp_path_factory.mktemp("model") / "tiny")
-
-
 @pytest.fixture
-def server(model_folder: Path) -> Iterator[TinyServer]:
-    with TinyServer(model_folder) as running:
-        yield running
-
-
-@pytest.fixture
-def runs(server: TinyServer, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
-    torch.set_num_threads(1)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("VLLM_BASE_URLS", server.url)
-    monkeypatch.delenv("VLLM_MODEL", raising=False)
+def runs(served_runs: Runs, monkeypatch: pytest.MonkeyPatch) -> Runs:
     monkeypatch.setattr("train.engines.times_from_env", lambda _: FAST)
-    import train_games  # noqa: F401 - registers the environments
-
-    return Runs(model_folder, tmp_path, monkeypatch)
+    return served_runs
 
 
 @pytest.fixture
