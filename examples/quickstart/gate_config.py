@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import yaml
@@ -20,9 +21,11 @@ def main() -> int:
     parser.add_argument("--run", type=Path, required=True, help="run folder")
     parser.add_argument("--model", required=True)
     parser.add_argument("--names", nargs="+", required=True, help="capabilities in slot order")
-    parser.add_argument("--train", type=Path, help="folder of the training run [RUN/train]")
+    parser.add_argument("--rollouts", type=Path, nargs="+", help="folders of rollout logs [RUN/train/rollouts]")
+    parser.add_argument("--until", type=int, default=10**6, help="last iteration whose rollouts are used [the last]")
     parser.add_argument("--adapters", type=Path, help="folder of the adapters [RUN/adapters]")
     parser.add_argument("--gate", default="gate", help="the gate goes to RUN/NAME [%(default)s]")
+    parser.add_argument("--config", type=Path, help="file to write [RUN/moe_NAME.yaml]")
     parser.add_argument("--steps", type=int, default=200, help="optimiser steps [%(default)s]")
     parser.add_argument("--min-reward", type=float, default=1.0, help="of a rollout that teaches [%(default)s]")
     args = parser.parse_args()
@@ -30,13 +33,16 @@ def main() -> int:
     recent.mkdir(parents=True, exist_ok=True)
     for old in recent.iterdir():
         old.unlink()
+    folders = args.rollouts or [args.run / "train" / "rollouts"]
     for name in args.names:
-        folder = (args.train or args.run / "train") / "rollouts"
-        logs = sorted(folder.glob(f"{name}_[0-9]*.jsonl"))
+        found = [log for folder in folders for log in folder.glob(f"{name}_[0-9]*.jsonl")]
+        logs = sorted(log for log in found if int(log.stem.rpartition("_")[2]) <= args.until)
         if not logs:
-            raise InputError(f"{folder}: no rollout log of {name}; train with rollout_log: true")
+            places = ", ".join(map(str, folders))
+            raise InputError(f"{places}: no rollout log of {name}; train with rollout_log: true")
         for log in logs[-LAST:]:
-            (recent / log.name).symlink_to(log.resolve())
+            link = recent / log.name
+            link.symlink_to(os.path.relpath(log.resolve(), recent.resolve()))  # the run folder may move
     config = {
         "run_name": args.run.name,
         "output_dir": str(args.run / args.gate),
@@ -48,7 +54,7 @@ def main() -> int:
         "eval_every": max(1, args.steps // 4),
         "min_reward": args.min_reward,
     }
-    write_text(args.run / f"moe_{args.gate}.yaml", yaml.safe_dump(config, sort_keys=False))
+    write_text(args.config or args.run / f"moe_{args.gate}.yaml", yaml.safe_dump(config, sort_keys=False))
     return 0
 
 
