@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,10 +26,18 @@ class ParsedTurn:
     error: str | None = None
 
 
-_CALL_BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-_XML_FUNCTION = re.compile(r"^<function=([^>\s]+)>\s*(.*?)\s*(?:</function>)?$", re.DOTALL)
-_XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
+def _between(text: str, begin: str, end: str) -> tuple[list[str], str]:
+    """What lies between each ``begin`` and the next ``end``, and the text outside of them. One pass: a model that
+    repeats a mark or a newline for thousands of tokens must not cost minutes, as lazy patterns do."""
+    inside, outside, position = [], [], 0
+    while (start := text.find(begin, position)) >= 0:
+        stop = text.find(end, start + len(begin))
+        if stop < 0:
+            break
+        outside.append(text[position:start])
+        inside.append(text[start + len(begin) : stop])
+        position = stop + len(end)
+    return inside, "".join([*outside, text[position:]])
 
 
 def parse_turn(
@@ -48,11 +55,11 @@ def parse_turn(
             return ParsedTurn(({"name": RESPOND, "arguments": {"message": text.strip()}},), text.strip())
         action = read_json_call(raw)
         return ParsedTurn((), "", action) if isinstance(action, str) else ParsedTurn((action,), "")
-    visible = _THINK.sub("", text)
+    visible = _between(text, "<think>", "</think>")[1]
     if "<think>" in visible:
         return ParsedTurn((), text, "the reasoning block <think> was not closed, so no action was taken")
-    blocks = _CALL_BLOCK.findall(visible)
-    content = _CALL_BLOCK.sub("", visible).strip()
+    blocks, content = _between(visible, "<tool_call>", "</tool_call>")
+    blocks, content = [block.strip() for block in blocks], content.strip()
     if not blocks:
         if "<tool_call>" in visible:
             return ParsedTurn((), content, "the tool call was not closed with </tool_call>")
@@ -90,17 +97,16 @@ def read_json_call(block: str) -> Action | str:
 
 
 def _read_xml_call(block: str, tools: Sequence[ToolSchema]) -> Action | str:
-    match = _XML_FUNCTION.match(block)
-    if match is None:
+    name, found, body = block.removeprefix("<function=").partition(">")
+    if not found or not name or name.split() != [name]:
         return "the tool call is malformed; expected <function=NAME> <parameter=KEY>VALUE</parameter> </function>"
-    name, body = match.groups()
     types: dict[str, Any] = {}
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
             types = {k: v.get("type") for k, v in function.get("parameters", {}).get("properties", {}).items()}
     arguments: dict[str, Any] = {}
-    for key, value in _XML_PARAMETER.findall(body):
+    for key, value in _xml_parameters(body):
         arguments[key] = value
         if types.get(key) != "string":
             try:
@@ -108,6 +114,23 @@ def _read_xml_call(block: str, tools: Sequence[ToolSchema]) -> Action | str:
             except (ValueError, RecursionError):
                 arguments[key] = value
     return {"name": name, "arguments": arguments}
+
+
+def _xml_parameters(body: str) -> list[tuple[str, str]]:
+    """Names and values of ``<parameter=NAME>VALUE</parameter>``; one newline at each end of a value is layout."""
+    out, position = [], 0
+    while (start := body.find("<parameter=", position)) >= 0:
+        position = start + len("<parameter=")
+        name_end = body.find(">", position)
+        name = body[position:name_end]
+        if name_end < 0 or name.split() != [name]:
+            continue
+        stop = body.find("</parameter>", name_end)
+        if stop < 0:
+            break
+        out.append((name, body[name_end + 1 : stop].removeprefix("\n").removesuffix("\n")))
+        position = stop
+    return out
 
 
 def assistant_message(text: str, parsed: ParsedTurn, index: int) -> Message:

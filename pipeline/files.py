@@ -6,6 +6,7 @@ Exit codes: 0 = done, 1 = ran and the verdict is "no", 2 = could not run (bad in
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import math
@@ -264,16 +265,33 @@ def write_json(path: PathLike, data: Any, *, indent: int | None = 2) -> None:
 
 class JsonlLog:
     """Append-only JSONL that survives a kill at any point: whole lines, flushed; a torn last line is dropped on
-    reading."""
+    reading. One writer at a time: lines of two would mix.
+
+    Raises:
+        InputError: it cannot be written, or another process is writing it.
+    """
 
     def __init__(self, path: PathLike) -> None:
         self.path = Path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_torn_line(self.path)
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the log
+            self._lock()
+            _drop_torn_line(self.path)
         except OSError as error:
             raise self._cannot(error) from None
+
+    def _lock(self) -> None:
+        """The lock ends with the process, however it ends."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise InputError(
+                f"{self.path}: another process is writing it; wait until it ends, or choose another output"
+            ) from None
+        except OSError:
+            pass  # a network disk without locks: nothing to be had there
 
     def _cannot(self, error: OSError) -> InputError:
         return InputError(f"{self.path}: cannot be written ({error.strerror}); free space or choose another path")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -82,12 +83,33 @@ def apply_edit(code: str, search: str, replace: str) -> str:
     return code.replace(search, replace)
 
 
-_BLOCK = re.compile(r"<{5,9} SEARCH\n(.*?)\n?={5,9}\n(.*?)\n?>{5,9} REPLACE", re.DOTALL)
+_SEARCH_MARK, _MIDDLE_MARK = re.compile(r"<{5,9} SEARCH$"), re.compile(r"={5,9}$")
+_REPLACE_MARK = re.compile(r">{5,9} REPLACE")
 
 
 def edits_in(text: str) -> list[tuple[str, str]]:
-    """The SEARCH/REPLACE blocks of an answer, in order."""
-    return [(m.group(1), m.group(2)) for m in _BLOCK.finditer(text)]
+    """The SEARCH/REPLACE blocks of an answer, in order. One pass over its lines: answers that repeat themselves for
+    thousands of tokens are common, and a search for the whole form takes minutes on them."""
+    edits: list[tuple[str, str]] = []
+    search: list[str] | None = None  # lines since the mark SEARCH
+    replace: list[str] | None = None  # lines since the mark in the middle
+    for line in text.split("\n"):
+        bare = line.rstrip()
+        if len(bare) < 60 and _SEARCH_MARK.search(bare):
+            search, replace = [], None
+        elif search is None:
+            continue
+        elif replace is None:
+            if _MIDDLE_MARK.match(bare):
+                replace = []
+            else:
+                search.append(line)
+        elif _REPLACE_MARK.match(bare):
+            edits.append(("\n".join(search), "\n".join(replace)))
+            search = None
+        else:
+            replace.append(line)
+    return edits
 
 
 # --------------------------------------------------------------------------- checks without running
@@ -98,7 +120,7 @@ def static_problems(scenario: Scenario) -> list[str]:
     problems = []
     for what, code in (("module_code", scenario.module_code), ("test_code", scenario.test_code)):
         try:
-            tree = ast.parse(code)
+            tree = parse_code(code)
         except SyntaxError as error:
             problems.append(f"{what} does not parse: line {error.lineno}: {error.msg}")
             continue
@@ -118,6 +140,22 @@ def static_problems(scenario: Scenario) -> list[str]:
     return problems + leaks(scenario)
 
 
+def parse_code(code: str) -> ast.Module:
+    """The syntax tree.
+
+    Raises:
+        SyntaxError: no Python, or so deeply nested that the parser gives up.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about escapes in text; not ours to print
+        try:
+            return ast.parse(code)
+        except (RecursionError, MemoryError):
+            raise SyntaxError("it is nested too deeply", ("", 1, 0, "")) from None
+        except ValueError as error:  # null bytes, before Python 3.12
+            raise SyntaxError(str(error), ("", 1, 0, "")) from None
+
+
 def _imports(tree: ast.AST) -> set[str]:
     out = set()
     for node in ast.walk(tree):
@@ -129,7 +167,7 @@ def _imports(tree: ast.AST) -> set[str]:
 
 
 def _test_problems(scenario: Scenario) -> list[str]:
-    tree = ast.parse(scenario.test_code)
+    tree = parse_code(scenario.test_code)
     names = [n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name.startswith("test")]
     problems = []
     if len(names) < MIN_TESTS:
@@ -147,7 +185,7 @@ def _edit_problems(scenario: Scenario, which: str, search: str, replace: str) ->
     if search == replace:
         return [f"{which}_search and {which}_replace are equal"]
     try:
-        ast.parse(apply_edit(scenario.module_code, search, replace))
+        parse_code(apply_edit(scenario.module_code, search, replace))
     except EditError as error:
         return [f"{which}_search: {error}"]
     except SyntaxError as error:
@@ -167,7 +205,8 @@ def leaks(scenario: Scenario) -> list[str]:
         if scenario.target_test in (getattr(scenario, field) or ""):
             problems.append(f"{field} names the target test")
     for number, line in enumerate(scenario.module_code.splitlines(), 1):
-        if re.search(r"#.*\b(bug|fixme|wrong|incorrect|broken|should be)\b", line, re.IGNORECASE):
+        comment = line.partition("#")[2]
+        if re.search(r"\b(bug|fixme|wrong|incorrect|broken|should be)\b", comment, re.IGNORECASE):
             problems.append(f"module_code line {number}: a comment points at the fault")
     return problems
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from pipeline.scenarios import (
     scenario_path,
     static_problems,
 )
+from tool_calls import parse_turn
 
 CAPABILITIES = ("deep_call_graph_traversal", "semantic_logic_precision")
 
@@ -84,6 +86,55 @@ def test_search_replace_blocks() -> None:
     )
     assert edits_in(text) == [("a\n  b", "c"), ("d", "")]
     assert edits_in("<<<<<<< SEARCH\na\n=======\nb") == []
+    assert edits_in("<<<<<<< SEARCH\n=======\nb\n>>>>>>> REPLACE") == [("", "b")]
+    assert edits_in("so: <<<<<<< SEARCH\na\n<<<<<<< SEARCH\nc\n=======\n\nb\n>>>>>>> REPLACE") == [("c", "\nb")]
+    assert edits_in("x = 1  # =======\n=======\n>>>>>>> REPLACE") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<<<<<<< SEARCH\n=======\n",
+        "<<<<<<< SEARCH\n",
+        "=======\n",
+        "<tool_call>\n",
+        "<tool_call>",
+        "<think>",
+        "\n",
+        "```json\n",
+    ],
+    ids=repr,
+)
+def test_answers_that_repeat_themselves_cost_no_time(text: str) -> None:
+    """Degenerate models fill an answer with one mark; nested lazy patterns took minutes on that, in the event loop."""
+    long = "<tool_call>" + text * 1500
+    began = time.monotonic()
+    assert edits_in(long) == [] and len(parse_turn(long).actions) == 0
+    with pytest.raises(InputError):
+        parse_scenario(long)
+    assert leaks(scenario(module_code="x = 1  #" + "#" * 30_000)) == []
+    assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("x = " + "-" * 30_000 + "1", "nested too deeply"),
+        ("x = " + "+1" * 30_000, "nested too deeply"),
+        ("x = 1\0", "null byte"),
+        ("x = " + "9" * 5000, "does not parse"),
+    ],
+    ids=["minus", "plus", "null", "digits"],
+)
+@pytest.mark.parametrize("field", ["module_code", "test_code", "oracle_replace"])
+def test_code_that_breaks_the_parser_is_a_problem_of_the_scenario(field: str, code: str, said: str) -> None:
+    problems = static_problems(scenario(**{field: code}))
+    assert any(said in p or (field == "oracle_replace" and "does not parse" in p) for p in problems), problems
+
+
+def test_warnings_about_foreign_code_are_not_printed(recwarn: pytest.WarningsRecorder) -> None:
+    assert static_problems(scenario(module_code=FIELDS["module_code"] + 'PATTERN = "\\d"\n')) == []
+    assert len(recwarn) == 0
 
 
 # --------------------------------------------------------------------------- parsing
