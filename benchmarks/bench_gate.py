@@ -6,7 +6,8 @@
     python benchmarks/bench_gate.py --model models/smollm2 --parts sft --out gate_sft.json # the gate's training
 
 Parts run in the order given, and each adds its results to ``--out`` as it ends; with ``--work`` the models are made
-once, so that parts can run in separate commands. ``vllm`` stands for ``vllm_base,vllm_one_lora,vllm_routed``.
+once (``prepare`` does only that), so that parts can run in separate commands. ``vllm`` stands for
+``vllm_base,vllm_one_lora,vllm_routed``.
 
 Ratios in the JSON (times are medians over interleaved repetitions, so that a busy machine slows both sides alike):
 
@@ -32,6 +33,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -43,30 +45,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.gate_sizes import SIZES, Size
+from benchmarks.serving import end
 from pipeline.files import InputError, run_cli, write_json
 
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """How much is measured."""
-
-    batch: int
-    tokens: int
-    decode_steps: int
-    repetitions: int
-    requests: int
-    prompt_tokens: int
-    output_tokens: int
-
-
-SIZES = {
-    "tiny": Size(2, 32, 3, 2, 4, 32, 8),
-    "layer": Size(1, 1024, 3, 5, 4, 128, 32),
-    "cpu": Size(4, 256, 10, 5, 16, 128, 64),
-    "gpu": Size(8, 2048, 50, 10, 256, 512, 256),
-}
 VLLM_KINDS = ("base", "one_lora", "routed")
-PARTS = ("hf", "sft", *(f"vllm_{kind}" for kind in VLLM_KINDS))
+PARTS = ("prepare", "hf", "sft", *(f"vllm_{kind}" for kind in VLLM_KINDS))
 SFT_PROMPTS = 400
 
 
@@ -162,8 +146,10 @@ def measure_hf(args: argparse.Namespace, size: Size, work: Path, base_folder: Pa
     dtype, device = getattr(torch, args.dtype), args.device
     paths = [str(work / f"a{i}") for i in range(args.adapters)]
 
+    loaded = AutoModelForCausalLM.from_pretrained(base_folder, dtype=dtype).to(device).eval()
+
     def base() -> Any:
-        return AutoModelForCausalLM.from_pretrained(base_folder, dtype=dtype).to(device).eval()
+        return copy.deepcopy(loaded)
 
     makers: dict[str, Callable[[], Any]] = {
         "base": base,
@@ -237,50 +223,30 @@ def decoder(model: Any, ids: Any, steps: int) -> Callable[[], Any]:
     return run
 
 
-def vllm_worker(args: argparse.Namespace, size: Size) -> dict[str, float]:
-    """In a process of its own: tokens/s of one kind of model."""
-    from vllm import LLM, SamplingParams
-    from vllm.lora.request import LoRARequest
-
-    work, kind = Path(args.work), args.worker
-    model = str(work / "routed") if kind == "routed" else args.base_folder
-    options: dict[str, Any] = json.loads(args.vllm_options)
-    if kind == "one_lora":
-        options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": args.rank}
-    llm = LLM(
-        model, dtype=args.dtype, max_model_len=size.prompt_tokens + size.output_tokens + 16,
-        max_num_seqs=min(size.requests, 256), enable_prefix_caching=False, **options,
-    )  # fmt: skip
-    lora = LoRARequest("a0", 1, str(work / "a0")) if kind == "one_lora" else None
-    params = SamplingParams(temperature=1.0, max_tokens=size.output_tokens, ignore_eos=True, seed=0, detokenize=False)
-    prompts: Any = [
-        {"prompt_token_ids": [(7 * i + 31 * j) % 40_000 + 10 for j in range(size.prompt_tokens)]}
-        for i in range(size.requests)
-    ]
-    llm.generate(prompts[:4], params, lora_request=lora, use_tqdm=False)
-    rates = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        outputs = llm.generate(prompts, params, lora_request=lora, use_tqdm=False)
-        rates.append(sum(len(o.outputs[0].token_ids) for o in outputs) / (time.perf_counter() - begin))
-    return {"tokens_per_s": statistics.median(rates)}
-
-
 def measure_vllm(args: argparse.Namespace, work: Path, base_folder: Path, kind: str, known: dict[str, Any]) -> Any:
     """Throughput of base, one LoRA or the routed model in a fresh process, and the ratios as far as they are known.
 
     Raises:
-        InputError: the worker died; its last lines are in the message.
+        InputError: the engine died; its last lines are in the message.
     """
     result = work / f"{kind}.json"
     result.unlink(missing_ok=True)
-    command = [sys.executable, __file__, *sys.argv[1:], "--worker", kind, "--work", str(work)]
-    command += ["--base-folder", str(base_folder), "--out", str(result)]
+    command = [sys.executable, str(Path(__file__).parent / "gate_engine.py"), "--kind", kind, "--out", str(result)]
+    command += ["--model", str(work / "routed" if kind == "routed" else base_folder), "--adapter", str(work / "a0")]
+    command += ["--rank", str(args.rank), "--dtype", args.dtype, "--size", args.size]
+    command += ["--vllm-options", args.vllm_options]
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode or not result.exists():
-        raise InputError(f"vLLM worker {kind} ended with {done.returncode}: {done.stdout[-800:]}")
-    rates = {**known.get("vllm_tokens_per_s", {}), kind: json.loads(result.read_text())["tokens_per_s"]}
+    log = Path(args.out).with_name(f"{Path(args.out).stem}_engine_{kind}.log")
+    with open(log, "wb") as sink:
+        process = subprocess.Popen(command, env=env, stdout=sink, stderr=sink, start_new_session=True)
+        try:
+            process.wait()
+        finally:
+            end(process)  # told to stop, it must not keep the GPU
+    if process.returncode or not result.exists():
+        tail = log.read_text(encoding="utf-8", errors="replace")[-800:]
+        raise InputError(f"vLLM engine {kind} ended with {process.returncode}, see {log}: {tail}")
+    rates = {**known.get("vllm_tokens_per_s", {}), kind: json.loads(result.read_text())["tokens_per_s"][kind]}
     found: dict[str, Any] = {"vllm_tokens_per_s": rates}
     if {"routed", "one_lora"} <= rates.keys():
         found["routed_over_one_lora_vllm"] = rates["routed"] / rates["one_lora"]
@@ -350,8 +316,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vllm-options", default="{}", help='for vllm.LLM, such as {"enforce_eager": true}')
     parser.add_argument("--out", required=True, help="JSON file to write")
     parser.add_argument("--work", help="folder for models and adapters, kept [a temporary one]")
-    parser.add_argument("--worker", choices=VLLM_KINDS, help=argparse.SUPPRESS)
-    parser.add_argument("--base-folder", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -368,9 +332,7 @@ def parts_of(text: str) -> list[str]:
 def main() -> int:
     args = parse()
     size = SIZES[args.size]
-    if args.worker:
-        write_json(args.out, vllm_worker(args, size))
-        return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` ends us so; an engine must go too
     parts = parts_of(args.parts)
     import torch
 
@@ -380,7 +342,9 @@ def main() -> int:
         base_folder = prepare(args, work)
         result = start_result(args, size)
         for part in parts:
-            if part == "hf":
+            if part == "prepare":
+                pass
+            elif part == "hf":
                 result |= measure_hf(args, size, work, base_folder)
             elif part == "sft":
                 result |= measure_sft(args, work, base_folder)
@@ -401,7 +365,7 @@ def start_result(args: argparse.Namespace, size: Size) -> dict[str, Any]:
     """What is known before the first part: settings and machine, and with ``--work`` the parts measured before."""
     import torch
 
-    hidden = ("worker", "base_folder", "parts", "out", "work")
+    hidden = ("parts", "out", "work")
     about = {
         "settings": {k: v for k, v in vars(args).items() if k not in hidden},
         "size": dataclasses.asdict(size),

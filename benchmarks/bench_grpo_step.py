@@ -56,6 +56,8 @@ def machine() -> str:
 def summary(results: dict[str, Any], machine_name: str) -> dict[str, Any]:
     """The published keys, from whatever variants finished."""
     tree, trl = results.get("tree", {}), results.get("trl", {})
+    if "step_s" not in tree:  # its own run failed, or was not asked for
+        tree = results.get("tree_rectangles", tree)
     out: dict[str, Any] = {"step_s": tree.get("step_s"), "peak_gib": tree.get("peak_gib")}
     rate = PEAK_FLOPS.get(machine_name)
     if rate and "flops_linear" in tree:
@@ -64,15 +66,19 @@ def summary(results: dict[str, Any], machine_name: str) -> dict[str, Any]:
         out["fraction_of_limit"] = out["limit_s"] / tree["step_s"]
     if "step_s" in tree and "step_s" in trl:
         out["trl_step_s"] = trl["step_s"]
-        out["speedup_vs_trl"] = trl["step_s"] / tree["step_s"]
+        out["speedup_vs_trl"] = trl["step_s"] / tree["step_s"]  # TRL's better micro-batch
+        one = trl.get("by_batch", {}).get("1")
+        if one:
+            out["speedup_vs_trl_per_episode"] = one["step_s"] / tree["step_s"]
     return out
 
 
-def run_variant(name: str, preset: str, limit: int) -> dict[str, Any]:
+def run_variant(name: str, preset: str, limit: int, brief: bool = False) -> dict[str, Any]:
     """The variant's result from a process of its own, or {"error": ...}."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, __file__, "--preset", preset, "--variant", name, "--out", str(result)]
+        command += ["--brief"] if brief else []
         started = time.perf_counter()
         try:
             code = subprocess.run(command, timeout=limit, check=False).returncode
@@ -90,8 +96,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON result")
     parser.add_argument("--variants", default="", help="comma list [all of the preset]")
     parser.add_argument("--variant", choices=sorted(VARIANTS), help="run this one here (used by the driver)")
+    parser.add_argument("--brief", action="store_true", help="TRL timed once, no other lengths of the pack")
     args = parser.parse_args()
-    preset = PRESETS[args.preset]
+    preset = dataclasses.replace(PRESETS[args.preset], brief=args.brief)
     if args.variant:
         import torch
 
@@ -102,13 +109,13 @@ def main() -> int:
     unknown = sorted(set(names) - set(preset.limits_s))
     if unknown:
         raise InputError(f"--variants {','.join(unknown)}: preset {args.preset} has {', '.join(preset.limits_s)}")
-    shape = {k: v for k, v in dataclasses.asdict(preset).items() if k != "limits_s"}
+    shape = {k: v for k, v in dataclasses.asdict(preset).items() if k not in ("limits_s", "brief")}
     record: dict[str, Any] = {"schema_version": 1, "preset": args.preset, "shape": shape, "machine": machine()}
     record |= {"versions": versions(), "variants": {}}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for name in names:
         say(f"== {name} (at most {preset.limits_s[name]} s)")
-        record["variants"][name] = run_variant(name, args.preset, preset.limits_s[name])
+        record["variants"][name] = run_variant(name, args.preset, preset.limits_s[name], args.brief)
         record |= summary(record["variants"], record["machine"])
         write_json(args.out, record)
     print(json.dumps({k: v for k, v in record.items() if k not in ("variants", "shape")}, indent=2))

@@ -28,6 +28,7 @@ class Preset:
     rank: int
     repeats: int
     limits_s: dict[str, int]
+    brief: bool = False  # TRL timed once, no other lengths of the pack
 
 
 PRESETS = {
@@ -144,7 +145,7 @@ def run_tree(preset: Preset, device: str) -> dict[str, Any]:
     if device == "cuda":
         result["kernels"] = profile(lambda: learner.update(items, config))
     other = []
-    for seed in (1, 2):
+    for seed in () if preset.brief else (1, 2):
         ragged = group_items(preset, seed, preset.suffix // 4)
         other.append(timed(lambda ragged=ragged: learner.update(ragged, config), 2, device))  # type: ignore[misc]
         say(f"another length of the pack: {other[-1]}")
@@ -244,7 +245,7 @@ def run_trl(preset: Preset, device: str) -> dict[str, Any]:
         step(inputs[:1])
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        times = timed(step, 2, device)
+        times = timed(step, 1 if preset.brief else 2, device)
         result["by_batch"][batch] = {"step_s": min(times), "peak_gib": peak_gib(device)}
         say(f"trl, micro-batch {batch}: {result['by_batch'][batch]}")
     result["step_s"] = min(entry["step_s"] for entry in result["by_batch"].values())

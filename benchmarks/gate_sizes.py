@@ -1,0 +1,26 @@
+"""How much ``bench_gate.py`` and ``gate_engine.py`` measure; without heavy imports."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Forward passes of ``batch x tokens``, ``decode_steps`` single tokens behind them, and vLLM requests."""
+
+    batch: int
+    tokens: int
+    decode_steps: int
+    repetitions: int
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+SIZES = {
+    "tiny": Size(2, 32, 3, 2, 4, 32, 8),
+    "layer": Size(1, 1024, 3, 5, 4, 128, 32),
+    "cpu": Size(4, 256, 10, 5, 16, 128, 64),
+    "gpu": Size(8, 2048, 10, 5, 128, 512, 256),
+}
