@@ -115,7 +115,10 @@ def _build_worker(
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
     _check_sharding(config, ranks)
     # the whole base need never fit into one GPU: layers move there when they are sharded
-    model: Any = load_model(config.model, config.dtype, "cpu" if config.shard_base else device)
+    if config.shard_base and not ranks.driver:
+        model: Any = skeleton(config.model)  # rank 0 hands its layers out
+    else:
+        model = load_model(config.model, config.dtype, "cpu" if config.shard_base else device)
     lora = lora_config(config.lora_rank, config.lora_alpha, config.target_modules)
     for index, name in enumerate(mixes):
         model = attach_adapter(model, name, lora, seed=config.seed * 1000 + index)

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from game_registry import Message, ToolSchema
+from game_registry import Message
 from pipeline.files import InputError
+from tool_calls import ToolSchema
 
 _MARK = "\u2042\u2042assistant\u2042\u2042"  # cannot occur in a template
 

@@ -30,7 +30,7 @@ class PeerLost(ServerError):
 
 
 @contextlib.contextmanager
-def _with_peers() -> Iterator[None]:
+def with_peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # what gloo and NCCL raise
@@ -66,14 +66,14 @@ class Ranks:
         if self.world == 1:
             return message
         box = [message]
-        with _with_peers():
+        with with_peers():
             dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place."""
         if self.world > 1:
-            with _with_peers():
+            with with_peers():
                 dist.all_reduce(tensor)
         return tensor
 
@@ -90,7 +90,7 @@ class Ranks:
         if self.world == 1:
             return
         values: list[Any] = [None] * self.world
-        with _with_peers():
+        with with_peers():
             dist.all_gather_object(values, value, group=self.control)
         if len(set(values)) > 1:
             raise InputError(

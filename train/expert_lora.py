@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -129,6 +129,11 @@ class ExpertsLora(torch.nn.Module, BaseTunerLayer):
     """
 
     adapter_layer_names = ("lora_in_A", "lora_in_B", "lora_out_A", "lora_out_B")
+    lora_in_A: torch.nn.ParameterDict
+    lora_in_B: torch.nn.ParameterDict
+    lora_out_A: torch.nn.ParameterDict
+    lora_out_B: torch.nn.ParameterDict
+    base_layer: Any  # an experts module: gate_up_proj [E, 2 f, d], down_proj [E, d, f]
 
     def __init__(self, base_layer: torch.nn.Module) -> None:
         super().__init__()
@@ -160,7 +165,7 @@ class ExpertsLora(torch.nn.Module, BaseTunerLayer):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """As the base module: hidden_states [T, d], top_k_index and top_k_weights [T, k]; returns [T, d]."""
-        names = [n for n in self.active_adapters if n in self.lora_in_A]
+        names = [n for n in cast(list[str], self.active_adapters) if n in self.lora_in_A]
         if self.disable_adapters or not names:
             result: torch.Tensor = self.base_layer(hidden_states, top_k_index, top_k_weights)
             return result

@@ -63,6 +63,9 @@ class SharedKeys:
 class SharedPromptLayer(DynamicLayer):
     """A layer that runs prompts as ``DynamicLayer`` does, then serves rows that branch off them."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rows: RowMap | None = None

@@ -222,12 +222,10 @@ class Learner:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if self.world > 1:
-            flat = torch.cat([p.grad.reshape(-1) for p in parameters])
-            flat = self.reduce(flat)
-            at = 0
-            for parameter in parameters:
-                parameter.grad.copy_(flat[at : at + parameter.numel()].view_as(parameter))
-                at += parameter.numel()
+            gradients = [p.grad for p in parameters if p.grad is not None]  # all of them
+            flat = self.reduce(torch.cat([g.reshape(-1) for g in gradients]))
+            for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(part.view_as(gradient))
         return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
 
     @torch.no_grad()

@@ -31,7 +31,7 @@ def can_pack(weight: torch.Tensor) -> bool:
         and weight.dtype == torch.bfloat16
         and not weight.requires_grad
         and not weight.is_inference()  # no version counter, so a change would go unseen
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
 

@@ -34,10 +34,15 @@ class Tracker:
     @staticmethod
     def _open(name: str, folder: Path, config: dict[str, Any]) -> Any:
         if name == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter  # type: ignore[attr-defined]
+            from torch.utils.tensorboard import SummaryWriter
 
             writer = SummaryWriter(str(folder / "tensorboard"))
-            return lambda values, step: [writer.add_scalar(k, v, step) for k, v in values.items()]
+
+            def write(values: dict[str, float], step: int) -> None:
+                for key, value in values.items():
+                    writer.add_scalar(key, value, step)
+
+            return write
         if name == "trackio":
             import trackio
 

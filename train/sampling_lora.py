@@ -48,7 +48,7 @@ def cast_adapter(model: torch.nn.Module, name: str) -> Iterator[None]:
     changed = [module for module in model.modules() if plain_lora(module, name)]
     try:
         for module in changed:
-            module.forward = _projection(module, name)  # type: ignore[method-assign]
+            module.forward = _projection(module, name)
         yield
     finally:
         for module in changed:

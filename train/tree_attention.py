@@ -321,9 +321,8 @@ def tree_attention(
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
     if mask.rectangles:
-        rest, aux = _flex(
-            q, k, v, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped, return_aux=AuxRequest(lse=True)
-        )
+        asked: Any = AuxRequest(lse=True)  # not in the compiled function's annotation
+        rest, aux = _flex(q, k, v, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped, return_aux=asked)
         out = _AddRectangles.apply(rest, aux.lse, q, k, v, mask.rectangles, scale)
     elif mask.block_mask is not None:
         out = _flex(q, k, v, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped)
