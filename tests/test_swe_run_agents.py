@@ -226,7 +226,12 @@ def test_the_real_driver_ends_with_its_phase_while_it_works(tmp_path: Path) -> N
 
 FAKE_PACKAGE = """
 import pathlib, subprocess
+class Environment:
+    def __init__(self, output): self.output = output
+    def stop(self): (self.output / "stopped").write_text("")
+def get_sb_environment(config, instance): return Environment(pathlib.Path(config["output"]))
 def process_instance(instance, output, config, progress):
+    get_sb_environment({"output": str(output)}, instance)
     print("heard by the log", flush=True)
     if instance["instance_id"] == "broken":
         raise RuntimeError("cannot start")
@@ -262,6 +267,7 @@ def test_the_driver_keeps_its_channels_to_itself(tmp_path: Path) -> None:
     driver.wait(10)
     driver.stdout.close()
     assert (tmp_path / "one" / "heard").read_text() == (tmp_path / "two" / "heard").read_text() == "''"
+    assert all((tmp_path / name / "stopped").exists() for name in ("one", "broken", "two")), "also after an error"
     assert "heard by the log" in (tmp_path / "one.log").read_text()
     assert "RuntimeError: cannot start" in (tmp_path / "broken.log").read_text()
 

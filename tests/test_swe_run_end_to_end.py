@@ -50,7 +50,7 @@ class Base:
     def adapter(self, name: str, weights: str = "w") -> Path:
         folder = self.tmp / "adapters" / name
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "adapter_config.json").write_text("{}")
+        (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "scripted", "r": 4}))
         (folder / "adapter_model.safetensors").write_text(weights)
         return folder
 

@@ -3,6 +3,7 @@ nothing, disk that is said once, environments of one's own in phase 5."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
@@ -14,9 +15,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import checks
 import generated_env
 import phase1_baseline_eval as phase1
+import phase2_capability_mining as phase2
 import phase3_synthesis as phase3
+import phase4_env_validation as phase4
 import phase5_training as phase5
 import phase6_final_eval as phase6
 import pytest
@@ -30,7 +34,9 @@ from stage2_helpers import scenario as small
 from swe_phase_helpers import PHASES, ROOT, Run
 
 from pipeline.files import InputError, ServerError
+from pipeline.remote_game import SandboxedEnvironment
 from pipeline.scenarios import save_scenarios
+from pipeline.validate_environment import content_hash
 
 NOWHERE = "http://127.0.0.1:9"
 INVENTED = ["state_machine_reasoning", "error_message_reading"]
@@ -92,38 +98,107 @@ def test_run_all_refuses_what_it_does_not_know(flags: list[str], said: str) -> N
 
 def recorder(tmp: Path, after: str = "") -> dict[str, str]:
     python = tmp / "python"
-    python.write_text(f'#!/bin/bash\necho "$*" >> {tmp}/calls\n{after}\n')
+    python.write_text(f'#!/bin/bash\necho "$CUDA_VISIBLE_DEVICES $*" >> {tmp}/calls\n{after}\n')
     python.chmod(0o755)
-    kept = {k: v for k, v in os.environ.items() if k not in ("RUN", "CONFIG")}
+    kept = {k: v for k, v in os.environ.items() if k not in ("RUN", "CONFIG", "SERVE", "TRAIN") and "VLLM_" not in k}
     return kept | {"PYTHON": str(python)}
 
 
-def test_run_all_dry_starts_no_server_and_passes_its_flags_through(tmp_path: Path) -> None:
-    env = recorder(tmp_path, "[[ $* != *phase3* ]]")
+@pytest.mark.parametrize("url", ["", "http://127.0.0.1:9"])
+def test_run_all_dry_starts_no_server_and_passes_its_flags_through(tmp_path: Path, url: str) -> None:
+    env = recorder(tmp_path, "[[ $* != *phase3* ]]") | {"VLLM_BASE_URL": url}
     flags = ["--config", "c d.yaml", "--run-name=n", "--run-dir", "r"]
     done = subprocess.run([*RUN_ALL, "--dry-run", *flags], capture_output=True, text=True, env=env)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert done.returncode == 2, "phase 3's check failed, and the others followed"
     assert [re.findall(r"(phase[1-6])_", call) for call in calls] == [[f"phase{n}"] for n in range(1, 7)]
     for call in calls:
-        assert "run_server.py" not in call and call.endswith("--dry-run")
+        assert "run_server.py" not in call and call.endswith("--dry-run --planned")
         assert "--config c d.yaml --run-name n --run-dir r" in call
+
+
+# What run_server.py does, for a recorder in Python's place: the command after --, with VLLM_BASE_URL.
+SERVER = """case "$1" in *run_server.py)
+  while [[ "$1" != -- ]]; do shift; done
+  shift; VLLM_BASE_URL=http://started "$@"; code=$?; echo "server stopped" >> {calls}; exit $code ;;
+esac
+"""
+PHASES_1_TO_5 = ["phase1_baseline_eval", "phase2_capability_mining", "phase3_synthesis", "phase4_env_validation"]
+PHASES_1_TO_5 += ["phase5_training"]
+
+
+def called(tmp: Path) -> list[tuple[str, str]]:
+    """GPUs and name of every program that was called."""
+    lines = (tmp / "calls").read_text().splitlines()
+    return [(line.split()[0], Path(line.split()[1]).stem) if ".py" in line else ("", line) for line in lines]
+
+
+@pytest.mark.parametrize("fails", ["", "phase3_synthesis", "phase1_baseline_eval"])
+def test_run_all_starts_one_server_for_phases_1_to_5(tmp_path: Path, fails: str) -> None:
+    after = SERVER.format(calls=tmp_path / "calls") + (f"[[ $1 != *{fails}* || $* == *--dry-run* ]]" if fails else "")
+    done = subprocess.run([*RUN_ALL, "--run-dir", "r"], capture_output=True, text=True, env=recorder(tmp_path, after))
+    calls = called(tmp_path)
+    assert calls[:2] == [("0,1,2,3", "phase1_baseline_eval"), ("0,1,2,3", "run_server")], "checked, then started"
+    expected = [("4,5,6,7", name) for name in PHASES_1_TO_5]
+    if fails:
+        assert done.returncode == 1 and calls[-1] == ("", "server stopped")
+        assert calls[2:-1] == expected[: PHASES_1_TO_5.index(fails) + 1], "no phase follows one that failed"
+    else:
+        assert done.returncode == 0, done.stderr
+        assert calls[2:] == [*expected, ("", "server stopped"), ("0,1,2,3", "phase6_final_eval")]
+
+
+def test_run_all_with_a_server_that_is_there(tmp_path: Path) -> None:
+    """It is used and left running; phase 6 has one of its own beside it, on the GPUs that have trained."""
+    env = recorder(tmp_path) | {"VLLM_BASE_URL": "http://there"}
+    done = subprocess.run([*RUN_ALL, "--run-dir", "r"], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert called(tmp_path) == [("4,5,6,7", name) for name in [*PHASES_1_TO_5, "phase6_final_eval"]]
+    last = (tmp_path / "calls").read_text().splitlines()[-1]
+    assert last.endswith("--run-dir r --serve")
+
+
+def test_run_all_does_not_start_a_server_for_a_phase_1_that_cannot_run(tmp_path: Path) -> None:
+    done = subprocess.run(RUN_ALL, capture_output=True, text=True, env=recorder(tmp_path, "exit 2"))
+    assert done.returncode == 2 and called(tmp_path) == [("0,1,2,3", "phase1_baseline_eval")]
+
+
+def test_the_plan_of_a_run_that_has_not_begun_is_no_fault(tmp_path: Path) -> None:
+    """LATER is what an earlier phase, or the server, brings; a real fault stays one."""
+    run = Run(tmp_path, NOWHERE)
+    phase3_main = functools.partial(phase3.main_for, None, "")
+    cases = [(phase2.main, [], 3), (phase3_main, ["--all-selected"], 2), (phase4.main, [], 2), (phase5.main, [], 2)]
+    for main, flags, n in cases:
+        done = run.here(main, "--dry-run", "--planned", *flags)
+        assert done.returncode == 0 and done.stdout.count("LATER ") == n, done.stdout
+        assert run.here(main, "--dry-run", *flags).stdout.count("FAIL ") == n
+    few = Run(tmp_path, NOWHERE, training={"processes": 64})
+    done = few.here(phase5.main, "--dry-run", "--planned")
+    assert done.returncode == 2 and "FAIL  GPUs" in done.stdout
+
+
+def test_a_plan_does_not_excuse_a_server_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "server_from_environment", lambda: NOWHERE)
+    run = Run(tmp_path, NOWHERE)
+    done = run.here(phase4.main, "--dry-run", "--planned")
+    assert done.returncode == 2 and "LATER scenario sets" in done.stdout and "FAIL  solving model" in done.stdout
 
 
 @pytest.mark.parametrize(("sign", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_run_all_stops_what_it_started(tmp_path: Path, sign: signal.Signals, code: int) -> None:
     """The program in run_server.py's place gets SIGTERM and is waited for; no phase follows."""
-    trap = f"trap 'sleep 0.3; echo over >> {tmp_path}/calls; exit 130' TERM; for i in $(seq 200); do sleep 0.1; done"
+    trap = "[[ $* != *--dry-run* ]] || exit 0\n"
+    trap += f"trap 'sleep 0.3; echo over >> {tmp_path}/calls; exit 130' TERM; for i in $(seq 200); do sleep 0.1; done"
     process = subprocess.Popen(RUN_ALL, env=recorder(tmp_path, trap), stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 20
-    while not (tmp_path / "calls").exists():
+    while not (tmp_path / "calls").exists() or "run_server" not in (tmp_path / "calls").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
     time.sleep(0.2)
     process.send_signal(sign)
     assert process.wait(20) == code
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert len(calls) == 2 and "phase1" in calls[0] and calls[1] == "over"
+    assert len(calls) == 3 and "phase1" in calls[0] and "run_server" in calls[1] and calls[2] == "over"
 
 
 # --------------------------------------------------------------------------- hints
@@ -223,14 +298,17 @@ def local_run(tmp: Path) -> Run:
     return Run(tmp, NOWHERE, dataset=data, agent=agent, grading={"backend": "local"})
 
 
-@pytest.mark.parametrize(("main", "flags"), [(phase1.main, ()), (phase6.main, ("--checkpoint", "x"))])
+@pytest.mark.parametrize(
+    ("main", "flags", "said"),
+    [(phase1.main, (), "OK    data set: 8 instances"), (phase6.main, ("--checkpoint", "x"), "FAIL  data set: ")],
+)
 def test_a_dry_run_writes_nothing_and_looks_on_beside_a_running_phase(
-    tmp_path: Path, main: Any, flags: tuple[str, ...]
+    tmp_path: Path, main: Any, flags: tuple[str, ...], said: str
 ) -> None:
     run = local_run(tmp_path)
     with run.folder.locked():
         done = run.here(main, "--dry-run", *flags)
-    assert done.returncode == 2 and "OK    data set: 8 instances" in done.stdout, done.stderr
+    assert done.returncode == 2 and said in done.stdout, done.stderr
     assert "another phase" not in done.stdout + done.stderr
     (run.folder.root / ".lock").unlink()
     assert list(run.folder.root.iterdir()) == []
@@ -255,7 +333,7 @@ def test_a_missing_checkpoint_is_one_line_of_phase_6s_dry_run(
 
 
 def validated(run: Run, name: str, **report: Any) -> None:
-    good = {"schema_version": 1, "verdict": "pass", "environment": f"capability_{name}", "checks": []}
+    good: dict[str, Any] = {"schema_version": 1, "verdict": "pass", "environment": f"capability_{name}", "checks": []}
     helpers.write(run.folder.validation(name), good | report)
 
 
@@ -282,3 +360,44 @@ def test_a_report_under_another_name_is_refused(tmp_path: Path) -> None:
     validated(run, "one_name", environment="capability_other_name")
     with pytest.raises(InputError, match=r"name the file other_name\.json"):
         phase5.environments(run.folder)
+
+
+def test_an_environment_that_was_changed_since_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report is keyed by the hash of the source: another source needs another verdict before hours of training."""
+    name = "structured_data_reasoning"  # one that ships
+    real = phase5.source_hash(f"capability_{name}")
+    run = Run(tmp_path, NOWHERE, training={"engine": "local", "base_model": str(tmp_path)})
+    monkeypatch.setattr(phase5, "source_hash", lambda game: real)
+    validated(run, name, content_hash=real)
+    phase5.require_validated([name], run.folder)
+    assert run.here(phase5.main, "--dry-run").returncode == 0
+    for known in ({"content_hash": "0" * 64}, {}):
+        validated(run, name, **known)
+        with pytest.raises(InputError, match=rf"another version of {name}; run python pipeline/validate_env\S+ "):
+            phase5.require_validated([name], run.folder)
+        assert run.here(phase5.main, "--dry-run").returncode == 2
+    assert not run.folder.phase5.exists()
+
+
+def test_the_hash_is_that_of_the_report() -> None:
+    game = "capability_structured_data_reasoning"
+    file = ROOT / "games" / f"{game}_game.py"
+    assert file.is_file()
+    with SandboxedEnvironment(game) as loaded:
+        assert content_hash(loaded.files()) == phase5.source_hash(game)
+    with pytest.raises(InputError, match="capability_nobody_wrote_this"):
+        phase5.source_hash("capability_nobody_wrote_this")
+
+
+def test_a_scenario_set_that_was_changed_since_phase_4(tmp_path: Path) -> None:
+    run = Run(tmp_path, NOWHERE)
+    place = generated_env.validated(run.folder)
+    save_scenarios(generated_env.set_path(place, "deep_call_graph_traversal"), [small()])
+    report = {"schema_version": 1, "verdict": "pass"}
+    for known in (generated_env.full_digest_of(place, "deep_call_graph_traversal"), "0", None):
+        helpers.write(run.folder.validation("deep_call_graph_traversal"), report | {"scenarios_digest": known})
+        if known and len(known) == 64:
+            phase5.require_validated(["deep_call_graph_traversal"], run.folder)
+            continue
+        with pytest.raises(InputError, match=r"run python .*phase4_env_validation\.py .*--capabilities deep_call"):
+            phase5.require_validated(["deep_call_graph_traversal"], run.folder)

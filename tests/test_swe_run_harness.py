@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import run_agent_config
+import run_checks
 import run_dataset
 import run_declared
 import run_grading
@@ -196,13 +197,13 @@ def test_backends_that_cannot_work_say_what_to_do(tmp_path: Path, monkeypatch: p
         monkeypatch.setenv(f"MSWEA_{name}_EXECUTABLE", "/bin/false")
     for backend, words in (("docker", "Docker daemon"), ("harness", "modal"), ("singularity", "Apptainer")):
         with pytest.raises(InputError, match=words):
-            backend_ready(settings, folder, backend)
+            backend_ready(settings, folder, backend, list)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("MODAL_TOKEN_ID", raising=False)
     with pytest.raises(InputError, match="modal token new"):
-        backend_ready(settings, folder, "modal")
+        backend_ready(settings, folder, "modal", list)
     monkeypatch.setenv("MODAL_TOKEN_ID", "x")
-    assert backend_ready(settings, folder, "modal") == "key found"
+    assert backend_ready(settings, folder, "modal", list) == "key found"
 
 
 def test_disk_space_is_counted_per_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +211,51 @@ def test_disk_space_is_counted_per_instance(tmp_path: Path, monkeypatch: pytest.
     usage = os.statvfs(tmp_path)
     assert usage.f_bavail >= 0
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("U", (), {"free": 100 << 30})())
+    monkeypatch.setenv("MSWEA_DOCKER_EXECUTABLE", "/bin/false")
     with pytest.raises(InputError, match="about 500 GiB needed for 500 instances"):
         disk_ready(settings, RunFolder(tmp_path / "not" / "there"))
     assert "0.4 GiB needed" in disk_ready(RunSettings.model_validate(settings_data()), RunFolder(tmp_path))
+
+
+def docker_with(tmp: Path, images: list[dict[str, str]]) -> Path:
+    """A ``docker`` whose images lie in ``<tmp>/docker`` and are these."""
+    (tmp / "docker").mkdir()
+    (tmp / "images.json").write_text(json.dumps(images))
+    program = tmp / "program"
+    answers = [f"[ $1 = info ] && echo {tmp}/docker && exit 0", f"[ $1 = system ] && exec cat {tmp}/images.json"]
+    program.write_text("\n".join(["#!/bin/sh", *answers, "exit 1"]))
+    program.chmod(0o755)
+    return program
+
+
+def image(n: int, size: str) -> dict[str, str]:
+    return {"Repository": f"swebench/sweb.eval.x86_64.a_1776_a-{n}", "Tag": "latest", "UniqueSize": size}
+
+
+def test_the_size_of_images_is_measured_where_some_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Docker's own count beyond shared layers; other images are not counted, and those here need no more room."""
+    images = [image(n, size) for n, size in enumerate(["1.5GB", "500MB", "2GB", "1GB", "1000000kB"])]
+    other = [{"Repository": "postgres", "UniqueSize": "900GB"}, image(9, "N/A")]
+    monkeypatch.setenv("MSWEA_DOCKER_EXECUTABLE", str(docker_with(tmp_path, images + other)))
+    found = run_checks.images_of(load_settings())
+    one = 1.2e9 / 2**30
+    assert found.wanted_gib == pytest.approx(495 * one) and found.place == tmp_path / "docker"
+    assert found.text == f"images: {one:.2f} GiB each, measured on 5 that are here"
+
+
+@pytest.mark.parametrize("images", [[], [image(1, "9GB")] * 4])
+def test_too_few_images_leave_the_assumption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, images: list[dict[str, str]]
+) -> None:
+    monkeypatch.setenv("MSWEA_DOCKER_EXECUTABLE", str(docker_with(tmp_path, images)))
+    found = run_checks.images_of(load_settings())
+    assert found.wanted_gib == 500 - len(images) and "an assumption" in found.text
+
+
+def test_room_is_asked_for_where_docker_keeps_its_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run folder's disk may be full of room, and Docker's not."""
+    monkeypatch.setenv("MSWEA_DOCKER_EXECUTABLE", str(docker_with(tmp_path, [])))
+    free = {str(tmp_path / "docker"): 100 << 30}
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("U", (), {"free": free.get(str(path), 9000 << 30)})())
+    with pytest.raises(InputError, match=f"100 GiB free at {tmp_path}/docker, about 500 GiB needed"):
+        disk_ready(load_settings(), RunFolder(tmp_path / "run"))

@@ -56,8 +56,17 @@ class Run:
             (out / "outcomes" / f"{i}.json").write_text(outcomes[i].model_dump_json())
             if end in ("resolved", "unresolved", "patch_failed"):
                 reports[i] = {"resolved": end == "resolved", "patch_successfully_applied": end != "patch_failed"}
+            trajectory = out / "trajectories" / i / f"{i}.traj.json"
+            status = {"submitted": "Submitted", "empty_patch": "Submitted", "limit": "LimitsExceeded"}.get(kind, kind)
+            status = "FormatError" if kind == "format" else status
+            write(trajectory, {"info": {"exit_status": status, "submission": patch}, "messages": []})
         run_agents.write_predictions(out, outcomes, "scripted")
         (out / "report.json").write_text(json.dumps(reports))
+        for i, prediction in run_grading.read_predictions(out / "preds.json").items():
+            if i in reports:
+                logs = run_grading.log_folder(out / "grading", prediction)
+                write(logs / "report.json", {i: reports[i]})
+                (logs / "patch.diff").write_text("diff")
         verdicts = of_reports({i: Report.model_validate(r) for i, r in reports.items()})
         value = account(IDS, run_grading.read_predictions(out / "preds.json"), verdicts, outcomes)
         assert list(value.ends.values()) == ENDS
@@ -85,7 +94,22 @@ class Run:
 @pytest.fixture
 def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(run_folder, "versions", lambda settings: {})  # a process of the agents' Python for each test
-    return Run(tmp_path)
+    run = Run(tmp_path)
+    graded = run_grading.raw_reports(
+        run.folder.phase1 / "grading", run_grading.read_predictions(run.folder.phase1 / "preds.json")
+    )
+    # what the official code makes of the tests' output; test_swe_run_end_to_end.py has the real one
+    monkeypatch.setattr(run_evaluation, "regraded", lambda *_: graded)
+    return run
+
+
+def write(path: Path, data: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data))
+
+
+def verified(run: Run) -> run_evaluation.Summary:
+    return run_evaluation.verified_summary(run.summary, run.settings, run.instances)
 
 
 def edit(path: Path, change: Callable[[Any], None]) -> None:
@@ -138,16 +162,24 @@ def test_the_phase_writes_nothing_outside_the_run(tmp_path: Path, monkeypatch: p
 
 
 def test_an_adapter_needs_its_base_model_on_the_server(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
+    config = {"base_model_name_or_path": "another-base", "r": 4}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     (tmp_path / "adapter_model.safetensors").write_text("w")
     with ScriptedServer(model="another-base") as server:
         settings = RunSettings.model_validate(settings_data(server.url))
         checkpoint = run_checkpoint.read_checkpoint(str(tmp_path), settings, "x")
         with (
+            pytest.raises(InputError, match="rests on another-base, the run is about scripted"),
+            run_checkpoint.available(checkpoint, settings),
+        ):
+            pass
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "scripted"}))
+        with (
             pytest.raises(ServerError, match="serves another-base, not scripted"),
             run_checkpoint.available(checkpoint, settings),
         ):
             pass
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
         assert not server.calls("/v1/load_lora_adapter")
         right = settings.model_copy(update={"model": settings.model.model_copy(update={"name": "another-base"})})
         with run_checkpoint.available(checkpoint, right) as name:
@@ -230,7 +262,7 @@ def test_the_outcome_of_another_instance(finished: Run) -> None:
 
 
 def test_a_summary_is_what_its_files_say(finished: Run) -> None:
-    assert run_evaluation.verified_summary(finished.summary) == run_evaluation.read_summary(finished.summary)
+    assert verified(finished) == run_evaluation.read_summary(finished.summary)
 
 
 def raise_end(data: dict[str, Any]) -> None:
@@ -261,7 +293,7 @@ def drop_row(data: dict[str, Any]) -> None:
 def test_a_summary_that_was_changed(finished: Run, change: Callable[[Any], None], words: str) -> None:
     edit(finished.summary, change)
     with pytest.raises(InputError) as error:
-        run_evaluation.verified_summary(finished.summary)
+        verified(finished)
     one_line(error, words)
 
 
@@ -271,8 +303,51 @@ def test_a_summary_without_its_files(finished: Run, file: str, text: str | None)
     path = finished.folder.phase1 / file
     path.unlink() if text is None else path.write_text(text)
     with pytest.raises(InputError) as error:
-        run_evaluation.verified_summary(finished.summary)
+        verified(finished)
     one_line(error, file)
+
+
+def forge(run: Run, *, raw: bool) -> None:
+    """An unresolved instance becomes a resolved one in the summary, in the report, and in the harness' own file."""
+    i = IDS[1]
+    edit(run.folder.phase1 / "report.json", lambda data: data[i].update(resolved=True))
+    reports = {k: Report.model_validate(r) for k, r in read(run.folder.phase1 / "report.json").items()}
+    predictions = run_grading.read_predictions(run.folder.phase1 / "preds.json")
+    value = account(IDS, predictions, of_reports(reports), run_agents.read_outcomes(run.folder.phase1, IDS))
+    edit(run.summary, lambda data: data.update(ends=value.ends, account=value.to_json()))
+    if raw:
+        logs = run_grading.log_folder(run.folder.phase1 / "grading", predictions[i])
+        edit(logs / "report.json", lambda data: data[i].update(resolved=True))
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [(False, "does not follow from the harness' own reports"), (True, "does not follow from the tests' output")],
+)
+def test_a_consistent_edit_by_hand_is_found(finished: Run, raw: bool, words: str) -> None:
+    forge(finished, raw=raw)
+    with pytest.raises(InputError) as error:
+        verified(finished)
+    one_line(error, f"{words} for {IDS[1]}")
+
+
+def test_a_patch_that_the_agent_did_not_hand_in(finished: Run) -> None:
+    """The gold patch in the predictions, and then in the outcome too."""
+    out = finished.folder.phase1
+    edit(out / "preds.json", lambda data: data[IDS[1]].update(model_patch="gold"))
+    with pytest.raises(InputError, match=f"{IDS[1]} is not what its agent handed in"):
+        verified(finished)
+    edit(out / "outcomes" / f"{IDS[1]}.json", lambda data: data.update(patch="gold"))
+    with pytest.raises(InputError, match=f"outcome of {IDS[1]} .*does not follow from its trajectory"):
+        verified(finished)
+
+
+def test_a_report_of_another_patch(finished: Run) -> None:
+    predictions = run_grading.read_predictions(finished.folder.phase1 / "preds.json")
+    logs = run_grading.log_folder(finished.folder.phase1 / "grading", predictions[IDS[0]])
+    (logs / "patch.diff").write_text("gold")
+    with pytest.raises(InputError, match="is not the patch that"):
+        verified(finished)
 
 
 def test_another_checkpoint_s_summary_that_was_changed(finished: Run) -> None:
@@ -281,11 +356,11 @@ def test_another_checkpoint_s_summary_that_was_changed(finished: Run) -> None:
     other.parent.mkdir()
     finished.folder.phase1.rename(other)
     newest = run_evaluation.read_summary(other / "summary.json")
-    assert phase6_final_eval.comparable_ones(finished.folder, newest) == [newest]
+    assert phase6_final_eval.comparable_ones(finished.settings, finished.folder, newest) == [newest]
     for change in (raise_end, drop_end):
         edit(other / "summary.json", change)
         with pytest.raises(InputError):
-            phase6_final_eval.comparable_ones(finished.folder, newest)
+            phase6_final_eval.comparable_ones(finished.settings, finished.folder, newest)
 
 
 def test_an_evaluation_s_folder_that_is_a_file(finished: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +449,7 @@ def test_settings_that_are_right(tmp_path: Path) -> None:
     good = {
         "model": {"base_url": "https://example.org:8443/v1"},
         "sampling": {"top_k": -1, "max_tokens": 10**7},
-        "agent": {"environment": {"run_args": ["--rm", "--memory=8g"], "env": {"A": "1", "B": None}, "timeout": 1.5}},
+        "agent": {"environment": {"run_args": ["--rm", "--memory=8g"], "env": {"A": "1", "B": ""}, "timeout": 1.5}},
         "server": {"args": "--a 'b c'"},
         "mine_score": "1/3:2/3",
     }

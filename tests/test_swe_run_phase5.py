@@ -31,10 +31,12 @@ NAMES = ["deep_call_graph_traversal", "semantic_logic_precision"]
 def fill(folder: RunFolder, *names: str, verdict: str = "pass") -> None:
     """Phase 4 as done."""
     for name in names:
-        helpers.write(folder.validation(name), {"schema_version": 1, "capability": name, "verdict": verdict})
-        path = generated_env.set_path(generated_env.validated(folder), name)
+        report = {"schema_version": 1, "capability": name, "verdict": verdict}
+        place = generated_env.validated(folder)
         if verdict == "pass":
-            save_scenarios(path, [small(), small(name="second_one")])
+            save_scenarios(generated_env.set_path(place, name), [small(), small(name="second_one")])
+            report["scenarios_digest"] = generated_env.full_digest_of(place, name)
+        helpers.write(folder.validation(name), report)
 
 
 def opened(run: Run, *flags: str) -> tuple[Any, RunFolder, RunSettings]:

@@ -16,9 +16,8 @@ import phase2_capability_mining as phase2
 import phase3_synthesis as phase3
 import pytest
 import yaml
-from resources import server_flag
 from run_folder import RunFolder
-from run_settings import ROOT, load_settings
+from run_settings import ROOT, load_settings, server_flag
 from swe_phase_helpers import PHASES
 
 from pipeline import environment_status
@@ -213,18 +212,18 @@ def test_the_readme_names_every_script_and_only_scripts_that_exist() -> None:
 
 
 def test_the_script_of_the_whole_run_calls_every_phase_in_order(tmp_path: Path) -> None:
-    """With programs that only write down how they were called."""
+    """With programs that only write down how they were called, beside a server that is there."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/bash\necho "$CUDA_VISIBLE_DEVICES $*" >> {tmp_path}/calls\n')
     python.chmod(0o755)
     env = os.environ | {"PYTHON": str(python), "SERVE": "0,1", "TRAIN": "2,3", "RUN": str(tmp_path / "run")}
+    env |= {"VLLM_BASE_URL": "http://there"}
     done = subprocess.run(["bash", str(PHASES / "run_all.sh")], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     calls = (tmp_path / "calls").read_text().splitlines()
     assert [re.findall(r"(phase[1-6])_\w+\.py", c)[-1] for c in calls] == [f"phase{n}" for n in (1, 2, 3, 4, 5, 6)]
     for call in calls:
-        assert call.startswith("0,1 ") and f"--run-dir {tmp_path}/run" in call and "--config" not in call
-        assert "run_server.py" not in call or "-- env CUDA_VISIBLE_DEVICES=2,3" in call
+        assert call.startswith("2,3 ") and f"--run-dir {tmp_path}/run" in call and "--config" not in call
     assert calls[2].endswith("--all-selected"), "phase 2 chooses the names"
     assert calls[-1].endswith("--serve") and "--checkpoint" not in calls[-1], "phase 5's export of this run"
     python.write_text("#!/bin/bash\nexit 7\n")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-from run_folder import RunFolder
+from run_folder import RunFolder, phase_parser, server_from_environment
 from run_server import require_served
 from run_settings import RunSettings
 
@@ -34,6 +35,11 @@ def require_model(settings: RunSettings, base_url: str | None = None, model: str
         raise InputError(f"base_url: expected http://HOST:PORT, found {place.base_url!r}")
     require_served(settings.model_copy(update={"model": place}), place.name)
     return f"{place.name} at {place.base_url}"
+
+
+def attached() -> bool:
+    """Whether a server is named that is there already; ``run_all.sh`` starts one otherwise."""
+    return server_from_environment() is not None
 
 
 def export_key(settings: RunSettings) -> None:
@@ -85,6 +91,13 @@ def names_of(text: str | None) -> list[str] | None:
     if not names or len(set(names)) != len(names):
         raise InputError(f"--capabilities {text!r}: expected different names with commas between")
     return names
+
+
+def capabilities_arguments(description: str | None, default: str, arguments: list[str] | None) -> argparse.Namespace:
+    """The flags of phases 4 and 5. ``default``: which sets they take without ``--capabilities``."""
+    parser = phase_parser(description)
+    parser.add_argument("--capabilities", help=f"comma list (default: {default})")
+    return parser.parse_args(arguments)
 
 
 def selected_skills(folder: RunFolder) -> list[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from run_folder import RunFolder, open_phase, phase_parser
 
-from pipeline.files import InputError, run_cli
+from pipeline.files import InputError, read_text, run_cli
 from pipeline.scenarios import Scenario, load_scenarios
 
 MODULE = "pipeline.swe_game"
@@ -54,9 +54,18 @@ def read_set(folder: Path, capability: str) -> list[Scenario]:
     return load_scenarios(set_path(folder, capability))
 
 
+def full_digest_of(folder: Path, capability: str) -> str:
+    """SHA-256 of the set's file.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    return hashlib.sha256(read_text(set_path(folder, capability), "scenarios").encode()).hexdigest()
+
+
 def digest_of(folder: Path, capability: str) -> str:
     """Eight digits that change with the set: rollouts of another set must not be taken for this one's."""
-    return hashlib.sha256(set_path(folder, capability).read_bytes()).hexdigest()[:8]
+    return full_digest_of(folder, capability)[:8]
 
 
 def sets_in(folder: Path) -> list[str]:

@@ -16,7 +16,7 @@ import sys
 import run_server
 from run_accounting import Account, table
 from run_checks import check_evaluation, require_ready
-from run_dataset import dataset_digest, freeze
+from run_dataset import dataset_digest, freeze, require_gradable
 from run_evaluation import Subject, Summary, evaluate
 from run_folder import DryRun, RunFolder, open_phase, phase_parser, server_from_environment, write_run
 from run_settings import RunSettings
@@ -32,7 +32,7 @@ def main() -> int:
     run_server.interrupt_on_term()
     serve = args.serve and server_from_environment() is None
     if args.dry_run:  # takes no lock: it writes nothing, and may look on while another phase works
-        return dry_run(settings, folder, serve)
+        return dry_run(settings, folder, serve, args.planned)
     with folder.locked():
         if not serve:
             return run(settings, folder)
@@ -41,9 +41,9 @@ def main() -> int:
             return run(settings, folder)
 
 
-def dry_run(settings: RunSettings, folder: RunFolder, serve: bool) -> int:
+def dry_run(settings: RunSettings, folder: RunFolder, serve: bool, planned: bool = False) -> int:
     """Check all that the phase needs; the exit code."""
-    report = DryRun()
+    report = DryRun(planned)
     start = run_server.command_line(settings) if serve else None
     check_evaluation(report, settings, folder, settings.model.name, start)
     return report.exit_code
@@ -52,6 +52,7 @@ def dry_run(settings: RunSettings, folder: RunFolder, serve: bool) -> int:
 def run(settings: RunSettings, folder: RunFolder) -> int:
     """Evaluate the base model on all instances; the exit code."""
     instances = freeze(settings, folder)
+    require_gradable(instances, settings.grading.backend)
     record = write_run(folder, settings, [i.instance_id for i in instances], dataset_digest(instances))
     subject = Subject("base", settings.model.name)
     summary = evaluate(settings, folder, folder.phase1, instances, subject)

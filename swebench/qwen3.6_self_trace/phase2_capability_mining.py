@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 import agent_mining
-from checks import export_key, require_disk, require_file, require_model
+from checks import attached, export_key, require_disk, require_file, require_model
 from run_folder import DryRun, RunFolder, open_phase, phase_parser, read_run
 from run_settings import RunSettings
 from steps import Step, run_steps
@@ -203,12 +203,12 @@ def run(args: argparse.Namespace, folder: RunFolder, settings: RunSettings) -> i
 
 def dry_run(args: argparse.Namespace, folder: RunFolder, settings: RunSettings) -> int:
     """Every thing that the phase needs, one line each."""
-    checks = DryRun()
+    checks = DryRun(args.planned)
     if not args.input:
-        with checks.checking("run folder") as found:
+        with checks.checking("run folder", there=folder.run_json.exists()) as found:
             split = read_run(folder).split
             found.append(f"{len(split.mine)} instances to mine, {len(split.score)} to score")
-    with checks.checking("trajectories to mine") as found:
+    with checks.checking("trajectories to mine", there=(folder.phase1 / "report.json").exists()) as found:
         found.append(both_outcomes(mined_records(args, folder, settings)))
     if args.agent:
         with checks.checking("agent") as found:
@@ -217,7 +217,7 @@ def dry_run(args: argparse.Namespace, folder: RunFolder, settings: RunSettings) 
         with checks.checking("label files") as found:
             found.append(f"{len([require_input(Path(p)) for p in args.labels if '*' not in p])} named")
     else:
-        with checks.checking("labelling server") as found:
+        with checks.checking("labelling server", there=bool(settings.mining.base_url) or attached()) as found:
             found.append(require_model(settings, *labeller(settings)))
     with checks.checking("disk") as found:
         found.append(require_disk(folder.phase2, 1.0))

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 from checks import (
+    attached,
     capability_name,
     export_key,
     require_disk,
@@ -156,17 +157,18 @@ def require_shipped(capability: str) -> Path:
 
 
 def dry_run(args: argparse.Namespace, folder: RunFolder, settings: RunSettings) -> int:
-    checks = DryRun()
+    checks = DryRun(args.planned)
     wanted: list[argparse.Namespace] = []
-    with checks.checking("selection" if args.all_selected else "capability") as found:
+    with checks.checking("selection" if args.all_selected else "capability", there=folder.selected.exists()) as found:
         wanted = each(args, folder)
         for one in wanted:
             name = f"{one.capability}: " if args.all_selected else ""
             found.append(name + describe(one, folder, settings)[:80])
-    with checks.checking("solving server") as found:
+    with checks.checking("solving server", there=attached()) as found:
         found.append(require_model(settings))
-    with checks.checking("writing server") as found:
-        found.append(require_model(settings, *writer(settings)))
+    if writer(settings) != (settings.model.base_url, settings.model.name):
+        with checks.checking("writing server", there=bool(settings.synthesis.writer_base_url) or attached()) as found:
+            found.append(require_model(settings, *writer(settings)))
     with checks.checking("sandbox") as found:
         found.append(sandbox.find_isolation("auto").kind)
     if args.use_shipped:

@@ -20,9 +20,18 @@ from typing import Any
 
 import generated_env
 import scenario_panel
-from checks import export_key, names_of, read_object, require_disk, require_file, require_model
+from checks import (
+    attached,
+    capabilities_arguments,
+    export_key,
+    names_of,
+    read_object,
+    require_disk,
+    require_file,
+    require_model,
+)
 from pydantic import BaseModel, ConfigDict, StrictStr
-from run_folder import DryRun, RunFolder, open_phase, phase_parser
+from run_folder import DryRun, RunFolder, open_phase
 from run_settings import RunSettings
 from steps import Step, run_steps
 
@@ -59,9 +68,7 @@ class Rate:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = phase_parser(__doc__)
-    parser.add_argument("--capabilities", help="comma list (default: every set of phase 3)")
-    return parser.parse_args(arguments)
+    return capabilities_arguments(__doc__, "every set of phase 3", arguments)
 
 
 def chosen(args: argparse.Namespace, folder: RunFolder, settings: RunSettings) -> list[str]:
@@ -184,13 +191,16 @@ def validate(capability: str, folder: RunFolder, settings: RunSettings) -> tuple
         return code, {}
     rates = rates_of(output, scenarios, settings.validation.rollouts)
     found = report(capability, scenarios, rates, checks, settings)
-    write_json(folder.validation(capability), found)
-    target = generated_env.set_path(generated_env.validated(folder), capability)
+    place = generated_env.validated(folder)
+    target = generated_env.set_path(place, capability)
     if found["verdict"] == "pass":
         save_scenarios(target, [s for s, row in zip(map(_measured, scenarios, rates), found["scenarios"], strict=True)
                                 if row["confirmed"]])  # fmt: skip
+        found["scenarios_digest"] = generated_env.full_digest_of(place, capability)  # phase 5 trains on these alone
+        write_json(folder.validation(capability), found)
         mark_done(capability, folder, target, found["confirmed"])
     else:
+        write_json(folder.validation(capability), found)
         target.unlink(missing_ok=True)  # of an earlier verdict
     return 0, found
 
@@ -218,12 +228,12 @@ def render(found: dict[str, Any]) -> str:
 
 
 def dry_run(args: argparse.Namespace, folder: RunFolder, settings: RunSettings) -> int:
-    checks = DryRun()
-    with checks.checking("scenario sets") as found:
+    checks = DryRun(args.planned)
+    with checks.checking("scenario sets", there=bool(generated_env.sets_in(folder.phase3))) as found:
         found += [f"{n}: {len(generated_env.read_set(folder.phase3, n))}" for n in chosen(args, folder, settings)]
     with checks.checking("sandbox") as found:
         found.append(sandbox.find_isolation("auto").kind)
-    with checks.checking("solving model") as found:
+    with checks.checking("solving model", there=attached() or settings.validation.engine == "local") as found:
         if settings.validation.engine == "local":
             found.append(str(require_local(settings)))
         else:

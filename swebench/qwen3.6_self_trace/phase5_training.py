@@ -20,6 +20,8 @@ from typing import Any
 import generated_env
 import yaml
 from checks import (
+    attached,
+    capabilities_arguments,
     export_key,
     names_of,
     read_object,
@@ -29,19 +31,19 @@ from checks import (
 )
 from phase4_env_validation import require_local
 from resources import Estimate
-from run_folder import DryRun, RunFolder, open_phase, phase_parser
+from run_folder import DryRun, RunFolder, open_phase
 from run_settings import RunSettings
 from steps import Step, run_steps
 
 from pipeline.files import InputError, read_jsonl, run_cli, write_json, write_text
+from pipeline.remote_game import GameError, SandboxedEnvironment
+from pipeline.validate_environment import content_hash
 
 PHASE4 = "phase4_env_validation.py"
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = phase_parser(__doc__)
-    parser.add_argument("--capabilities", help="comma list (default: every set that phase 4 passed)")
-    return parser.parse_args(arguments)
+    return capabilities_arguments(__doc__, "every set that phase 4 passed", arguments)
 
 
 def chosen(args: argparse.Namespace, folder: RunFolder, settings: RunSettings) -> list[str]:
@@ -79,6 +81,42 @@ def environments(folder: RunFolder) -> list[str]:
             raise InputError(f"{path}: reports on {report['environment']}; name the file {name}.json")
         found.append(path.stem)
     return [name for name in found if name not in generated_env.sets_in(generated_env.validated(folder))]
+
+
+def require_validated(names: list[str], folder: RunFolder) -> None:
+    """That what will be trained on is what phase 4's verdict is about: the scenario set, the environment's source.
+
+    Raises:
+        InputError: it was changed since, or the environment cannot be loaded.
+    """
+    own = environments(folder)
+    for name in names:
+        path = folder.validation(name)
+        report = read_object(path, "phase 4's report")
+        if name in own:
+            known, now = report.get("content_hash"), source_hash(generated_env.game_of(name))
+            again = f"python pipeline/validate_environment.py {generated_env.game_of(name)} --json-output {path}"
+        else:
+            place = generated_env.validated(folder)
+            known, now = report.get("scenarios_digest"), generated_env.full_digest_of(place, name)
+            again = folder.command(f"{PHASE4} --capabilities {name}")
+        if known != now:
+            raise InputError(f"{path}: its verdict is about another version of {name}; run {again}")
+
+
+def source_hash(game: str) -> str:
+    """Of the source of a registered environment, as ``validate_environment`` makes it.
+
+    Raises:
+        InputError: there is no such environment, or it does not load.
+    """
+    try:
+        with SandboxedEnvironment(game, packages=True) as loaded:
+            return content_hash(loaded.files())
+    except GameError as error:
+        raise InputError(
+            f"{game}: cannot be loaded ({error}); put its file into the project or TRACE_GAME_MODULES"
+        ) from None
 
 
 def base_model(settings: RunSettings) -> str:
@@ -231,14 +269,15 @@ def metrics(names: list[str], folder: RunFolder) -> dict[str, Any]:
 
 
 def dry_run(args: argparse.Namespace, folder: RunFolder, settings: RunSettings) -> int:
-    checks = DryRun()
+    checks = DryRun(args.planned)
     names: list[str] = []
-    with checks.checking("scenario sets") as found:
+    with checks.checking("scenario sets", there=any(folder.phase4.glob("*.json"))) as found:
         names = chosen(args, folder, settings)
+        require_validated(names, folder)
         found.append(", ".join(names))
     with checks.checking("settings of training and gate") as found:
         found.append(check_configs(names or ["a_capability"], folder, settings))
-    with checks.checking("sampling") as found:
+    with checks.checking("sampling", there=attached() or settings.training.engine == "local") as found:
         if settings.training.engine == "local":
             found.append(f"{require_local(settings)} in this process")
         else:
@@ -279,6 +318,7 @@ def main() -> int:
     if args.dry_run:
         return dry_run(args, folder, settings)
     names = chosen(args, folder, settings)
+    require_validated(names, folder)
     check_configs(names, folder, settings)
     with folder.locked():
         return run(names, folder, settings)

@@ -18,20 +18,21 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import run_server
 from checks import require_file
 from run_accounting import table
 from run_agent_config import shared_config
-from run_checkpoint import Checkpoint, available, read_checkpoint
+from run_checkpoint import Checkpoint, available, fits, read_checkpoint
 from run_checks import check_evaluation, require_ready
 from run_comparison import compare, require_comparable
 from run_dataset import Instance, frozen, frozen_as_recorded
-from run_evaluation import Subject, Summary, evaluate, protocol_of, verified_summary
+from run_evaluation import Subject, Summary, evaluate, protocol_of, read_summary, verified_summary
 from run_folder import DryRun, RunFolder, open_phase, phase_parser, read_run
-from run_settings import RunSettings
+from run_settings import RunSettings, load_settings
 
-from pipeline.files import InputError, run_cli
+from pipeline.files import InputError, ServerError, run_cli
 
 PARTS = {"score": "the score part, never mined", "all": "all, the mined ones too"}
 
@@ -42,13 +43,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--name", help="what to call it in the table (default: its folder's name)")
     parser.add_argument("--instances", choices=sorted(PARTS), default="score", help="which instances to score")
     parser.add_argument("--baseline", help="summary.json of the base model (default: phase 1's)")
-    parser.add_argument("--serve", action="store_true", help="start a server for a model folder, stop it at the end")
+    parser.add_argument(
+        "--serve",
+        action="store_true",
+        help="start a server for a model folder, whatever VLLM_BASE_URL names, and stop it",
+    )
     return parser.parse_args(arguments)
 
 
 def main() -> int:
     args = parse_arguments()
     settings, folder = open_phase(args)
+    if args.serve:
+        settings = run_server.beside(settings, load_settings(args.config))
     run_server.interrupt_on_term()
     if args.dry_run:  # takes no lock: it writes nothing, and may look on while another phase works
         return dry_run(args, settings, folder)
@@ -89,7 +96,9 @@ def baseline(args: argparse.Namespace, settings: RunSettings, folder: RunFolder)
     Raises:
         InputError: something differs; its names are in the text.
     """
-    base = verified_summary(Path(args.baseline) if args.baseline else folder.phase1 / "summary.json")
+    path = Path(args.baseline) if args.baseline else folder.phase1 / "summary.json"
+    read_summary(path)  # before the instances: "run phase 1" is the first thing to know
+    base = verified_summary(path, settings, frozen(folder))
     now = protocol_of(settings, shared_config(settings), base.protocol.server)  # the server's part: once it is there
     if changed := base.protocol.differences(now):
         raise InputError(
@@ -100,20 +109,29 @@ def baseline(args: argparse.Namespace, settings: RunSettings, folder: RunFolder)
 
 def dry_run(args: argparse.Namespace, settings: RunSettings, folder: RunFolder) -> int:
     """Check all that the phase needs; the exit code."""
-    report = DryRun()
-    served_name = None
-    with report.checking("checkpoint") as found:
+    report = DryRun(args.planned)
+    served_name, there = None, folder.run_json.exists()
+    with report.checking("checkpoint", there=args.checkpoint is not None or folder.exported.exists()) as found:
         checkpoint = checkpoint_of(args, settings, folder)
-        served_name = checkpoint.served_name if checkpoint.kind == "served" else None
-        found.append(f"{checkpoint.kind} {checkpoint.path or checkpoint.served_name}")
-    with report.checking("phase 1 and its protocol") as found:
+        served_name = settings.model.name if checkpoint.kind == "adapter" else None
+        served_name = checkpoint.served_name if checkpoint.kind == "served" else served_name
+        rests = fits(checkpoint, settings, {} if args.serve else models_there(settings))
+        found += [f"{checkpoint.kind} {checkpoint.path or checkpoint.served_name}", *([rests] if rests else [])]
+    with report.checking("phase 1 and its protocol", there=(folder.phase1 / "summary.json").exists()) as found:
         base = baseline(args, settings, folder)
         found.append(f"{base.model}, digest {base.protocol_digest[:12]}")
-    with report.checking("instances") as found:
+    with report.checking("instances", there=there) as found:
         found.append(f"{len(chosen(folder, args.instances))} of {len(frozen(folder))}: {PARTS[args.instances]}")
     start = run_server.command_line(settings, args.checkpoint or str(folder.exported)) if args.serve else None
-    check_evaluation(report, settings, folder, served_name, start)
+    check_evaluation(report, settings, folder, served_name, start, begun=True)
     return report.exit_code
+
+
+def models_there(settings: RunSettings) -> dict[str, dict[str, Any]]:
+    """What the server offers; nothing when it does not answer, which is a line of its own."""
+    with contextlib.suppress(ServerError):
+        return run_server.served(settings)
+    return {}
 
 
 @contextlib.contextmanager
@@ -122,8 +140,9 @@ def server(serve: bool, settings: RunSettings, folder: RunFolder, checkpoint: Ch
     if not serve:
         yield
         return
+    fits(checkpoint, settings, {})
     require_ready(settings, folder)
-    with run_server.running(settings, folder.root / "server.log", str(checkpoint.path)):
+    with run_server.running(settings, folder.root / "server_phase6.log", str(checkpoint.path)):
         yield
 
 
@@ -139,14 +158,15 @@ def run(args: argparse.Namespace, settings: RunSettings, folder: RunFolder, chec
         summary = evaluate(settings, folder, out, instances, subject, like=base.protocol)
     require_comparable(base, summary)
     value = summary.to_account()
-    path, text = compare(folder, base, comparable_ones(folder, summary), PARTS[args.instances])
+    path, text = compare(folder, base, comparable_ones(settings, folder, summary), PARTS[args.instances])
     sys.stdout.write("\n".join(table(f"{summary.name} ({PARTS[args.instances]})", value)) + f"\n\n{text}\n{path}\n")
     return 1 if value.ids("agent_error") or value.ids("harness_error") else 0
 
 
-def comparable_ones(folder: RunFolder, newest: Summary) -> list[Summary]:
+def comparable_ones(settings: RunSettings, folder: RunFolder, newest: Summary) -> list[Summary]:
     """Every finished evaluation of the same instances under the same protocol, by name."""
-    found = [verified_summary(path) for path in sorted(folder.phase6.glob("*/summary.json"))]
+    instances = frozen(folder)
+    found = [verified_summary(path, settings, instances) for path in sorted(folder.phase6.glob("*/summary.json"))]
     same = [s for s in found if s.instances == newest.instances and s.protocol_digest == newest.protocol_digest]
     return sorted(same, key=lambda s: s.name)
 

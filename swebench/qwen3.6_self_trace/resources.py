@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shlex
 from pathlib import Path
 from typing import Any
 
 from phase_settings import Shape
-from run_settings import RunSettings, load_settings
+from run_settings import RunSettings, load_settings, server_flag
 
 from pipeline.command_line import Parser
 from pipeline.files import InputError, check, read_json, run_cli, write_block
@@ -76,21 +75,6 @@ class Sizes:
     def gate_parameters(self, n_adapters: int) -> int:
         """``layers * (hidden + 1) * (N + 1)``: a linear with bias per layer, with a slot for the base."""
         return self.shape.num_hidden_layers * (self.shape.hidden_size + 1) * (n_adapters + 1)
-
-
-def server_flag(settings: RunSettings, flag: str, default: int) -> int:
-    """An integer flag of ``server.args``.
-
-    Raises:
-        InputError: it is there without an integer.
-    """
-    words = shlex.split(settings.server.args)
-    if flag not in words:
-        return default
-    value = words[words.index(flag) + 1] if words.index(flag) + 1 < len(words) else ""
-    if not value.isdecimal() or int(value) < 1:
-        raise InputError(f"server.args: expected an integer after {flag}, found {value!r}")
-    return int(value)
 
 
 def instance_count(settings: RunSettings) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,19 @@ TESTBED = "/testbed"  # where the images hold the repository; the package's temp
 COMMAND_MEMORY_MB = 2048  # of one process in bubblewrap; the package sets no limit
 COMMAND_FILE_MB = 64
 LABEL = "trace.run"  # on containers, so that those of this run can be told from others
+PROBE = Path(__file__).resolve().with_name("run_agent_probe.py")
+EXTRAS = {"swerex": "{python} -m pip install 'swe-rex[modal]>=1.4'"}  # what make agents does not install
+
+# Of `environment`, where the package's own values end an instance too early: it waits 2 minutes for an image, and stops
+# a container after 2 hours, a Modal sandbox after 1; an instance may take 150 steps of 24k tokens, beside 15 others.
+# Modal's commands get `env` and nothing else, so that needs what the images' conda would set.
+TESTBED_BIN = "/opt/miniconda3/envs/testbed/bin:/opt/miniconda3/bin"
+MODAL_ENV = {"PATH": f"{TESTBED_BIN}:/usr/local/bin:/usr/bin:/bin", "HOME": "/root", "CONDA_DEFAULT_ENV": "testbed"}
+LONG_S = 12 * 3600.0
+BACKEND_DEFAULTS: dict[str, dict[str, Any]] = {
+    "docker": {"pull_timeout": 1800, "container_timeout": "12h"},
+    "modal": {"startup_timeout": 1800.0, "runtime_timeout": LONG_S, "deployment_timeout": LONG_S, "env": MODAL_ENV},
+}
 
 # Prints the package's configuration of a name as JSON; the package looks in its own folders.
 SHOW_CONFIG = """
@@ -47,6 +62,39 @@ def base_config(settings: RunSettings) -> dict[str, Any]:
     if not isinstance(config, dict) or not all(isinstance(config.get(k), dict) for k in ("agent", "model")):
         raise InputError(f"agent.base_config {name}: expected the sections agent and model")
     return config
+
+
+def require_classes(settings: RunSettings, config: Mapping[str, Any]) -> None:
+    """That the package has the model's class and the backend's, and knows the settings that they and the agent get.
+
+    Args:
+        config: what ``shared_config`` returned.
+
+    Raises:
+        InputError: it has not, or it would ignore a setting.
+    """
+    agent = settings.agent
+    asked = {"model_class": agent.model_class, "agent": config["agent"], "environment": config["environment"]}
+    command = [agent_python(settings), "-I", str(PROBE), json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=agent_environment(), cwd="/")
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise InputError(f"agent.python {agent.python}: mini-swe-agent is another one than expected ({last[:200]})")
+    found = parse_json(done.stdout, "mini-swe-agent's classes")
+    if not found["model"]:
+        known = ", ".join(name for name in found["models"] if name.startswith("litellm"))
+        raise InputError(f"agent.model_class {agent.model_class}: mini-swe-agent has no such class; expected {known}")
+    if found["ignored_by_agent"]:
+        raise InputError(
+            f"agent.base_config {agent.base_config}: this mini-swe-agent knows no {found['ignored_by_agent'][0]}"
+        )
+    environment = found["environment"]
+    if problem := environment.get("problem"):
+        remedy = EXTRAS.get(environment.get("missing"), "check agent.environment")
+        raise InputError(f"agent.backend {agent.backend}: {problem}; {remedy.format(python=agent.python)}")
+    if unknown := sorted(set(agent.environment) - set(environment["known"])):
+        near = difflib.get_close_matches(unknown[0], environment["known"], n=1, cutoff=0)[0]
+        raise InputError(f"agent.environment: {agent.backend} knows no {unknown[0]!r}; did you mean {near!r}?")
 
 
 def agent_environment() -> dict[str, str]:
@@ -83,7 +131,9 @@ def shared_config(settings: RunSettings) -> dict[str, Any]:
     }
     config["model"].pop("model_name", None)
     environment = {"timeout": agent.command_timeout_s, "environment_class": CLASSES.get(agent.backend, agent.backend)}
-    config["environment"] = config.get("environment", {}) | environment | agent.environment
+    given = [config.get("environment", {}), BACKEND_DEFAULTS.get(agent.backend, {}), agent.environment]
+    env = {name: value for part in given for name, value in part.get("env", {}).items()}
+    config["environment"] = given[0] | environment | given[1] | given[2] | {"env": env}
     if agent.backend in WITHOUT_IMAGE:
         config["environment"].pop("interpreter", None)
         config["environment"].pop("cwd", None)

@@ -26,6 +26,14 @@ def read_jobs(source: TextIO, jobs: "queue.Queue[str]") -> None:
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
+def stop_what_was_started(made: list) -> None:
+    """Stop what does not stop by itself: nothing in the package ends a Modal sandbox before its time is up."""
+    for environment in made:
+        if hasattr(environment, "stop"):
+            environment.stop()
+    made.clear()  # the others end when they are collected
+
+
 def run(path: Path) -> None:
     """One job; whatever it prints goes to its own log."""
     job = json.loads(path.read_text(encoding="utf-8"))
@@ -34,12 +42,19 @@ def run(path: Path) -> None:
         os.dup2(log, descriptor)
     os.close(log)
     try:
-        from minisweagent.run.benchmarks.swebench import process_instance
+        from minisweagent.run.benchmarks import swebench
         from minisweagent.run.benchmarks.utils.batch_progress import RunBatchProgressManager
 
+        made: list = []
+        make = swebench.get_sb_environment
+        swebench.get_sb_environment = lambda *arguments: made.append(make(*arguments)) or made[-1]
         output = Path(job["output"])
         output.mkdir(parents=True, exist_ok=True)
-        process_instance(job["instance"], output, job["config"], RunBatchProgressManager(1))
+        try:
+            swebench.process_instance(job["instance"], output, job["config"], RunBatchProgressManager(1))
+        finally:
+            swebench.get_sb_environment = make
+            stop_what_was_started(made)
     except Exception:  # the package's: an instance that it cannot even start must not end the ones after it
         traceback.print_exc()
 

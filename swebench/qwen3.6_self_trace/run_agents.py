@@ -27,7 +27,7 @@ from run_agent_worker import Workers
 from run_dataset import Instance
 from run_declared import git
 from run_folder import RunFolder, agent_python
-from run_settings import RunSettings
+from run_settings import RunSettings, digest
 
 from pipeline.command_line import ProgressLine
 from pipeline.files import InputError, ServerError, check, read_json, write_json
@@ -152,6 +152,7 @@ class AgentRun:
     ) -> None:
         self.settings, self.folder, self.out = settings, folder, out
         self.config, self.served_name = config, served_name
+        self.sandboxes = Path(os.environ.get("TMPDIR") or out / "work") / f"trace-{digest(str(out.resolve()))[:12]}"
         self.workers = Workers(agent_python(settings), self._environment(), out / "work")
         self._stop = threading.Event()
         self._dead: ServerError | None = None
@@ -168,6 +169,7 @@ class AgentRun:
         progress = ProgressLine("agents", len(ids))
         progress.advance(len(ids) - len(todo))
         pool = concurrent.futures.ThreadPoolExecutor(self.settings.agent.workers)
+        self._drop_sandboxes()
         try:
             waiting = {pool.submit(self._one, instance) for instance in todo}
             self._collect(waiting, done, progress)
@@ -175,6 +177,7 @@ class AgentRun:
             self._stop.set()
             pool.shutdown(cancel_futures=True)
             self.workers.kill()
+            self._drop_sandboxes()
             progress.close()
         if self._dead is not None:
             raise self._dead
@@ -228,17 +231,20 @@ class AgentRun:
         work.mkdir(parents=True)
         if self.settings.agent.backend in WITHOUT_IMAGE:
             working_copy(source_repository(self.settings, self.folder, name), instance.base_commit, work / "testbed")
-        config = instance_config(self.config, self.settings, self.served_name, name, work / "testbed")
-        row = instance.row()
-        if row.get("image") and not row.get("image_name"):
-            row["image_name"] = row["image"]  # the image that the harness will grade in
-        job = {"instance": row, "config": config, "output": str(work / "output"), "log": str(work / "driver.log")}
-        write_json(work / "job.json", job)
+        write_json(work / "job.json", self.job(instance, work))
         began = time.monotonic()
         if not self._drive(work, name):
             return None
         trajectory = work / "output" / name / f"{name}.traj.json"
         return outcome_of(name, trajectory, work / "driver.log", time.monotonic() - began, attempt)
+
+    def job(self, instance: Instance, work: Path) -> dict[str, Any]:
+        """What the driver is told about an instance."""
+        config = instance_config(self.config, self.settings, self.served_name, instance.instance_id, work / "testbed")
+        row = instance.row()
+        if row.get("image") and not row.get("image_name"):
+            row["image_name"] = row["image"]  # the image that the harness will grade in
+        return {"instance": row, "config": config, "output": str(work / "output"), "log": str(work / "driver.log")}
 
     def _drive(self, work: Path, name: str) -> bool:
         """Run the job to its end; False when the run is being stopped."""
@@ -253,9 +259,17 @@ class AgentRun:
     def _environment(self) -> dict[str, str]:
         env = agent_environment() | {"MSWEA_GLOBAL_CONFIG_DIR": str(self.out / "work" / "config")}
         env["MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT"] = str(self.settings.agent.request_attempts)
+        if self.settings.agent.backend == "singularity":
+            env["TMPDIR"] = str(self.sandboxes)  # the package unpacks the images there
         if key := os.environ.get(self.settings.model.api_key_env):
             env["HOSTED_VLLM_API_KEY"] = key
         return env
+
+    def _drop_sandboxes(self) -> None:
+        """Remove the unpacked images (some GiB each) that killed processes left behind; an empty place for new ones."""
+        shutil.rmtree(self.sandboxes, ignore_errors=True)
+        if self.settings.agent.backend == "singularity" and not self._stop.is_set():
+            self.sandboxes.mkdir(parents=True)
 
     def _remove_containers(self, name: str) -> None:
         """Containers of this instance that an earlier, killed run left behind."""

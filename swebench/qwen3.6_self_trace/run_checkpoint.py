@@ -6,19 +6,22 @@ import contextlib
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import run_server
-from run_settings import RunSettings
+from pydantic import BaseModel, ConfigDict, StrictStr
+from run_settings import ROOT, RunSettings, server_flag
 
-from pipeline.files import InputError, ServerError, resolved
+from pipeline.files import InputError, ServerError, check, read_json, resolved
 
 LOAD_TIMEOUT_S = 300.0  # an adapter on a network disk
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 NAME_DIGITS = 10
 CHUNK = 1 << 20
+VLLM_MAX_LORA_RANK = 16  # without the flag
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")  # a folder beside comparison.json, and a cell of its table
 
 
@@ -71,6 +74,86 @@ def read_checkpoint(text: str, settings: RunSettings, name: str | None = None) -
     raise InputError(f"--checkpoint {text}: holds neither {ADAPTER_FILES[0]} with its weights nor config.json")
 
 
+class AdapterConfig(BaseModel):
+    """What is needed of PEFT's ``adapter_config.json``."""
+
+    model_config = ConfigDict(extra="ignore")
+    base_model_name_or_path: StrictStr | None = None
+    r: int = 8  # as in PEFT
+    rank_pattern: dict[str, int] = {}
+    use_dora: bool = False
+    modules_to_save: list[str] | None = None
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of any of its layers, which is what a server must have room for."""
+        return max([self.r, *self.rank_pattern.values()])
+
+
+def fits(checkpoint: Checkpoint, settings: RunSettings, models: Mapping[str, Mapping[str, Any]]) -> str:
+    """What an adapter or a routed folder rests on, once it is sure that this is the run's base model, and that the
+    server of the configuration has room for the adapter's rank; "" for what rests on nothing.
+
+    Args:
+        models: what the server offers, as ``run_server.served`` has it; empty when there is none yet.
+
+    Raises:
+        InputError: another base model, too large a rank, or a kind of adapter that vLLM does not load.
+    """
+    if checkpoint.path is None:
+        return ""
+    if checkpoint.kind == "model":
+        return _routed_fits(checkpoint.path, settings, models)
+    path = checkpoint.path / ADAPTER_FILES[0]
+    config = check(AdapterConfig, read_json(path, "adapter configuration"), f"adapter configuration {path}")
+    if config.use_dora or config.modules_to_save:
+        what = "DoRA" if config.use_dora else f"modules_to_save {', '.join(config.modules_to_save or [])}"
+        raise InputError(f"{path}: has {what}, which vLLM does not load; merge it into a model's folder")
+    _require_base(config.base_model_name_or_path, str(path), settings, models)
+    limit = _rank_limit(settings)
+    if limit is not None and config.rank > limit:
+        raise InputError(f"{path}: rank {config.rank}, the server takes {limit}; raise --max-lora-rank in server.args")
+    return f"rank {config.rank}{f' of {limit}' if limit else ''} over {config.base_model_name_or_path}"
+
+
+def _routed_fits(path: Path, settings: RunSettings, models: Mapping[str, Mapping[str, Any]]) -> str:
+    """A folder of ``moe_gate.export``; any other model's folder rests on nothing."""
+    config = read_json(path / "config.json", "model configuration")
+    spec = config.get("trace_gate") if isinstance(config, dict) else None
+    if not isinstance(spec, dict):
+        return ""
+    from moe_gate.exported import ExportSpec, vllm_refusal
+
+    checked = check(ExportSpec, spec, f"{path / 'config.json'}: trace_gate")
+    if why := vllm_refusal(checked):
+        raise InputError(f"--checkpoint {path}: {why}")
+    _require_base(checked.base_model, str(path), settings, models)
+    return f"{len(checked.adapters)} adapters over {checked.base_model}"
+
+
+def _require_base(base: str | None, where: str, settings: RunSettings, models: Mapping[str, Mapping[str, Any]]) -> None:
+    known = {settings.model.name, settings.training.base_model, models.get(settings.model.name, {}).get("root")}
+    if base is None:
+        raise InputError(f"{where}: names no base model; add base_model_name_or_path")
+    if not any(_same_model(base, name) for name in known if isinstance(name, str)):
+        raise InputError(
+            f"{where}: rests on {base}, the run is about {settings.model.name}; serve that base, or name it in "
+            "training.base_model if it is the same model"
+        )
+
+
+def _same_model(one: str, other: str) -> bool:
+    """The same name, or the same folder."""
+    return one == other or ((ROOT / one).is_dir() and (ROOT / one).resolve() == (ROOT / other).resolve())
+
+
+def _rank_limit(settings: RunSettings) -> int | None:
+    """The largest rank that a server with the configuration's flags takes; None when they do not say."""
+    if "--enable-lora" not in shlex.split(settings.server.args):
+        return None
+    return server_flag(settings, "--max-lora-rank", VLLM_MAX_LORA_RANK)
+
+
 def _digest(folder: Path) -> str:
     total = hashlib.sha256()
     for name in ADAPTER_FILES:
@@ -88,9 +171,11 @@ def available(checkpoint: Checkpoint, settings: RunSettings) -> Iterator[str]:
     model's folder must be what the server was started with.
 
     Raises:
+        InputError: it rests on another base model, or its rank is too large.
         ServerError: the server does not offer it, serves another base model, or refuses the adapter.
     """
     models = run_server.served(settings)
+    fits(checkpoint, settings, models)
     if checkpoint.kind == "served":
         run_server.require_served(settings, checkpoint.served_name)
         yield checkpoint.served_name

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import run_server
-from resources import images_gib, instance_count
-from run_agent_config import shared_config, source_repository
-from run_dataset import freeze
+from resources import instance_count
+from run_agent_config import require_classes, shared_config, source_repository
+from run_dataset import Instance, freeze, frozen, require_gradable
 from run_folder import DryRun, RunFolder, agent_versions
 from run_settings import RunSettings
 
@@ -26,24 +30,33 @@ LOCAL_GIB = 0.05  # of one instance's trajectory, working copy and logs
 
 
 def check_evaluation(
-    report: DryRun, settings: RunSettings, folder: RunFolder, served_name: str | None, start: list[str] | None = None
+    report: DryRun,
+    settings: RunSettings,
+    folder: RunFolder,
+    served_name: str | None,
+    start: list[str] | None = None,
+    *,
+    begun: bool = False,
 ) -> None:
     """The lines of ``--dry-run`` that phases 1 and 6 share. Nothing is written into ``folder``.
 
     Args:
         served_name: what the server must offer; None when it is loaded later.
         start: the command of the server that the phase will start itself; None when one must be there.
+        begun: the run must have begun: its own instances are looked at, and nothing is downloaded.
     """
     with scratch(folder) as place:
-        for name, look in without_server(settings, place):
-            with report.checking(name) as found:
+        for name, look in without_server(settings, folder if begun else place, begun=begun):
+            with report.checking(name, there=not begun or folder.run_json.exists()) as found:
                 found.append(look())
+    models: dict[str, Any] | None = None
     with report.checking("server") as found:
         if start is None:
-            found.append(f"{settings.model.base_url}, {len(run_server.served(settings))} models")
+            models = run_server.served(settings)
+            found.append(f"{settings.model.base_url}, {len(models)} models")
         else:
             found.append(startable(settings, start))
-    if served_name is not None and start is None:
+    if served_name is not None and models is not None:
         with report.checking("model name") as found:
             run_server.require_served(settings, served_name)
             found.append(served_name)
@@ -74,17 +87,46 @@ def scratch(folder: RunFolder) -> Iterator[RunFolder]:
         yield RunFolder(Path(temporary))
 
 
-def without_server(settings: RunSettings, folder: RunFolder) -> list[tuple[str, Callable[[], str]]]:
+def without_server(
+    settings: RunSettings, folder: RunFolder, *, begun: bool = False
+) -> list[tuple[str, Callable[[], str]]]:
     """Name and check; a check says what it found, or raises InputError. Instances are frozen in ``folder``."""
     agent, grading = settings.agent.backend, settings.grading.backend
     warning = ", commands of the model run as this user, without a sandbox" if agent == "local" else ""
+    instances = Once(lambda: frozen(folder) if begun else freeze(settings, folder))
     return [
         ("agents' environment", lambda: agents_ready(settings)),
         ("agent configuration", lambda: configuration_ready(settings)),
-        ("data set", lambda: f"{len(freeze(settings, folder))} instances"),
-        (f"agent backend {agent}", lambda: backend_ready(settings, folder, agent) + warning),
-        (f"grading backend {grading}", lambda: backend_ready(settings, folder, grading)),
+        ("data set", lambda: data_set_ready(settings, instances())),
+        (f"agent backend {agent}", lambda: backend_ready(settings, folder, agent, instances) + warning),
+        (f"grading backend {grading}", lambda: backend_ready(settings, folder, grading, instances)),
     ]
+
+
+class Once:
+    """Instances that several checks look at: read, downloaded or made once, and refused once."""
+
+    def __init__(self, make: Callable[[], list[Instance]]) -> None:
+        self._make = make
+        self._made: list[Instance] | InputError | None = None
+
+    def __call__(self) -> list[Instance]:
+        """Raises InputError: they cannot be had."""
+        if self._made is None:
+            try:
+                self._made = self._make()
+            except InputError as error:
+                self._made = error
+                raise
+        if isinstance(self._made, InputError):
+            raise InputError("needs the data set, which failed above")
+        return self._made
+
+
+def data_set_ready(settings: RunSettings, instances: list[Instance]) -> str:
+    """How many there are, once it is sure that they can be graded."""
+    require_gradable(instances, settings.grading.backend)
+    return f"{len(instances)} instances"
 
 
 def agents_ready(settings: RunSettings) -> str:
@@ -101,7 +143,12 @@ def agents_ready(settings: RunSettings) -> str:
 
 
 def configuration_ready(settings: RunSettings) -> str:
-    shared_config(settings)
+    """What mini-swe-agent will be told.
+
+    Raises:
+        InputError: it would not understand it.
+    """
+    require_classes(settings, shared_config(settings))
     return f"{settings.agent.base_config}, {settings.agent.step_limit} steps"
 
 
@@ -113,6 +160,7 @@ def startable(settings: RunSettings, command: list[str]) -> str:
     """
     if run_server.alive(settings):
         raise InputError(f"{settings.model.base_url} is taken; set VLLM_BASE_URL to use what is there, or stop it")
+    run_server.port_of(settings)
     if shutil.which(command[0]) is None:
         raise InputError(f"server.command {command[0]}: not found")
     if command[1:2] == ["-m"]:
@@ -136,8 +184,8 @@ REMEDIES = {
 }
 
 
-def backend_ready(settings: RunSettings, folder: RunFolder, name: str) -> str:
-    """What was found of a backend.
+def backend_ready(settings: RunSettings, folder: RunFolder, name: str, instances: Callable[[], list[Instance]]) -> str:
+    """What was found of a backend. ``instances``: those to run; only backends without images look at them.
 
     Raises:
         InputError: it cannot work here.
@@ -155,29 +203,81 @@ def backend_ready(settings: RunSettings, folder: RunFolder, name: str) -> str:
         if not (os.environ.get("MODAL_TOKEN_ID") or Path("~/.modal.toml").expanduser().exists()):
             raise InputError("no key of Modal; run `modal token new`, or set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET")
         return "key found"
-    for instance in freeze(settings, folder):
+    for instance in instances():
         source_repository(settings, folder, instance.instance_id)
     return f"sandbox {sandbox.find_isolation().kind}"
 
 
-def _quiet(*command: str) -> subprocess.CompletedProcess[str] | None:
+def _quiet(*command: str, timeout_s: float = 30.0) -> subprocess.CompletedProcess[str] | None:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30)
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired):
         return None
 
 
 def disk_ready(settings: RunSettings, folder: RunFolder) -> str:
-    """Free space and what the run may take.
+    """Free space and what the run may take, where Docker keeps its images and where the run folder is.
 
     Raises:
         InputError: not enough.
     """
     n = instance_count(settings)
-    with_images = settings.agent.backend == "docker" or settings.grading.backend == "harness"
-    wanted = images_gib(settings) if with_images else n * LOCAL_GIB
-    existing = next(p for p in (folder.root, *folder.root.parents) if p.exists())
-    free = shutil.disk_usage(existing).free / GIB
-    if free < wanted:
-        raise InputError(f"{free:.0f} GiB free at {existing}, about {wanted:.0f} GiB needed for {n} instances")
-    return f"{free:.0f} GiB free, about {wanted:.1f} GiB needed"
+    wanted = {folder.root: n * LOCAL_GIB}
+    said = []
+    if settings.agent.backend == "docker" or settings.grading.backend == "harness":
+        images = images_of(settings)
+        wanted[images.place or folder.root] = images.wanted_gib
+        said.append(images.text)
+    for place, gib in wanted.items():
+        existing = next(p for p in (place, *place.parents) if p.exists())
+        free = shutil.disk_usage(existing).free / GIB
+        if free < gib:
+            raise InputError(f"{free:.0f} GiB free at {existing}, about {gib:.0f} GiB needed for {n} instances")
+        said.append(f"{free:.0f} GiB free at {existing}, about {gib:.1f} GiB needed")
+    return ", ".join(said)
+
+
+@dataclasses.dataclass(frozen=True)
+class Images:
+    """What the images will take. ``place``: Docker's folder, None when it is not on this machine."""
+
+    wanted_gib: float
+    place: Path | None
+    text: str
+
+
+def images_of(settings: RunSettings) -> Images:
+    """Measured on the images of SWE-bench that Docker has (their size beyond shared layers, as ``docker system df``
+    says); where it has none, ``plan.instance_disk_gib``, which is an assumption."""
+    docker = os.environ.get("MSWEA_DOCKER_EXECUTABLE", "docker")
+    n = instance_count(settings)
+    root = _quiet(docker, "info", "--format", "{{.DockerRootDir}}")
+    place = Path(root.stdout.strip()) if root is not None and root.returncode == 0 and root.stdout.strip() else None
+    listed = _quiet(docker, "system", "df", "-v", "--format", "{{json .Images}}", timeout_s=300.0) if place else None
+    sizes = image_sizes(listed.stdout) if listed is not None and listed.returncode == 0 else []
+    if len(sizes) < MEASURED:
+        one, text = settings.plan.instance_disk_gib, "images: plan.instance_disk_gib, an assumption"
+    else:
+        one = sum(sizes) / len(sizes)
+        text = f"images: {one:.2f} GiB each, measured on {len(sizes)} that are here"
+    there = min(len(sizes), n)
+    return Images((n - there) * one, place if place is not None and place.exists() else None, text)
+
+
+MEASURED = 5  # images, before their mean is taken for that of the others
+IMAGE_NAME = re.compile(r"sweb\.eval\.")
+UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def image_sizes(text: str) -> list[float]:
+    """GiB beyond shared layers of each image of SWE-bench, from ``docker system df -v`` as JSON."""
+    try:
+        images = json.loads(text)
+    except ValueError:
+        return []
+    found = []
+    for image in images if isinstance(images, list) else []:
+        match = re.fullmatch(r"([0-9.]+)\s*([kKMGT]?B)", str(image.get("UniqueSize", "")))
+        if match and IMAGE_NAME.search(str(image.get("Repository", ""))):
+            found.append(float(match[1]) * UNITS[match[2]] / GIB)
+    return found

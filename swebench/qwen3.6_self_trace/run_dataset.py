@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import json
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -23,6 +24,7 @@ from pipeline.files import InputError, atomic_path, check, read_json, read_jsonl
 EXPORT_TIMEOUT_S = 1800.0  # a first download
 ID = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # becomes a folder name; never a path
 SHA = r"^[0-9a-f]{7,64}$"
+OFFLINE = re.compile(r"ConnectionError|Couldn't reach|LocalEntryNotFound|OfflineMode|Max retries|timed out", re.I)
 
 # Runs in the agents' environment, which has the official loader.
 EXPORT = """
@@ -85,6 +87,22 @@ def checked_rows(rows: Iterable[Any], where: str) -> list[Instance]:
     return sorted(instances, key=lambda i: i.instance_id)
 
 
+def require_gradable(instances: Sequence[Instance], backend: str) -> None:
+    """That the rows have the columns that swebench >= 5 grades by, before hours of agents.
+
+    Raises:
+        InputError: one lacks a column.
+    """
+    wanted = ("eval_script", "log_parser", "eval_type", *(() if backend == "local" else ("image",)))
+    for instance in instances:
+        row = instance.row()
+        if missing := [column for column in wanted if not isinstance(row.get(column), str)]:
+            raise InputError(
+                f"grading.backend {backend}: {instance.instance_id} has no column {missing[0]!r}; use the data set in "
+                "the format of swebench >= 5, as SWE-bench/SWE-bench_Verified"
+            )
+
+
 def source_rows(settings: RunSettings, folder: RunFolder) -> tuple[list[Instance], str]:
     """The instances at their source, and what to call it in messages. Declared ones get their repositories built."""
     name = settings.dataset.name
@@ -111,8 +129,11 @@ def _download(settings: RunSettings) -> list[Any]:
         except subprocess.TimeoutExpired:
             raise InputError(f"data set {settings.dataset.name}: not loaded within {EXPORT_TIMEOUT_S:.0f} s") from None
         if done.returncode != 0:
-            last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-            raise InputError(f"data set {settings.dataset.name}: cannot be loaded ({last[0][:200]}); check the name")
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            remedy = "check the name"
+            if OFFLINE.search(last):
+                remedy = "it needs the network once; without it name a .jsonl file of its rows in dataset.name"
+            raise InputError(f"data set {settings.dataset.name}: cannot be loaded ({last[:200]}); {remedy}")
         return list(read_jsonl(out, "data set"))
 
 

@@ -8,6 +8,7 @@ that it makes pass. Commits are made with a fixed author and date, so they have 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from pipeline.command_line import Parser
 from pipeline.files import InputError, check, read_yaml, run_cli, write_text
 
 GIT_TIMEOUT_S = 60.0
+MARK = "trace-declared"  # in .git: digest of the declaration, and the commit that was made from it
 LOG_PARSER = "parse_log_django"  # of the official harness; reads the lines of `unittest -v`
 
 # As in the images: the tests come from the base commit and the test patch, whatever the model's patch did to them; then
@@ -113,7 +115,13 @@ def git(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> str
 
 
 def make_repository(declared: Declared, folder: Path) -> str:
-    """A Git repository with one commit; its id. An existing one is kept when it is at that commit and clean."""
+    """A Git repository with one commit; its id. One that was made from the same declaration is kept."""
+    source = hashlib.sha256(declared.model_dump_json().encode()).hexdigest()
+    mark = folder / ".git" / MARK
+    if mark.is_file():
+        known, _, commit = mark.read_text(encoding="utf-8").partition(" ")
+        if known == source:
+            return commit
     building = folder.with_name(f".{folder.name}.building")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
@@ -125,6 +133,7 @@ def make_repository(declared: Declared, folder: Path) -> str:
     git(building, "add", "-A")
     git(building, "commit", "-q", "-m", f"{declared.repo} {declared.version}")
     commit = git(building, "rev-parse", "HEAD").strip()
+    (building / ".git" / MARK).write_text(f"{source} {commit}", encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     building.rename(folder)
     return commit

@@ -14,10 +14,10 @@ import run_server
 from pydantic import BaseModel, ConfigDict, StrictStr
 from run_accounting import Account, End, account, of_reports
 from run_agent_config import shared_config
-from run_agents import AgentRun, read_outcomes, write_predictions
+from run_agents import AgentRun, Outcome, outcome_of, read_outcomes, write_predictions
 from run_dataset import Instance
 from run_folder import RunFolder, agent_versions
-from run_grading import grade, harness_summary, read_predictions
+from run_grading import Prediction, grade, harness_summary, raw_reports, read_predictions, regraded
 from run_settings import RunSettings, digest
 
 from pipeline.files import InputError, check, read_json, write_json
@@ -104,11 +104,18 @@ def read_summary(path: Path) -> Summary:
     return summary
 
 
-def verified_summary(path: Path) -> Summary:
-    """A summary that says what the files beside it say: ``preds.json``, ``report.json`` and ``outcomes/``.
+def verified_summary(path: Path, settings: RunSettings, instances: Sequence[Instance]) -> Summary:
+    """A summary that follows from what the agents and the tests left: every step from there to it is made again.
+
+    The trajectories give the outcomes, the outcomes the predictions; the tests' output gives, by the official code, the
+    harness' reports, and these the ends and the account. Who also writes trajectories and test output by hand is not
+    found out.
+
+    Args:
+        instances: the run's, whose rows say which tests decide.
 
     Raises:
-        InputError: as ``read_summary``; or a file is missing, or an end or a number is another one.
+        InputError: as ``read_summary``; or a file is missing, or says something else than what it follows from.
     """
     summary = read_summary(path)
     out, ids = path.parent, sorted(summary.ends)
@@ -116,7 +123,8 @@ def verified_summary(path: Path) -> Summary:
     if not isinstance(raw, dict):
         raise InputError(f"report {out / 'report.json'}: expected an object by id, found {type(raw).__name__}")
     reports = {i: check(Report, report, f"report of {i}") for i, report in raw.items()}
-    value = account(ids, read_predictions(out / "preds.json"), of_reports(reports), read_outcomes(out, ids))
+    predictions, outcomes = read_predictions(out / "preds.json"), read_outcomes(out, ids)
+    value = account(ids, predictions, of_reports(reports), outcomes)
     if changed := [i for i in ids if summary.ends[i] != value.ends[i]]:
         i = changed[0]
         raise InputError(
@@ -125,7 +133,34 @@ def verified_summary(path: Path) -> Summary:
         )
     if summary.account != value.to_json():
         raise InputError(f"summary {path}: its account does not follow from its ends; run the evaluation again")
+    _require_patches(out, predictions, outcomes)
+    where = out / "grading"
+    _require_same("report.json", reports, "the harness' own reports", raw_reports(where, predictions), where)
+    graded = [i for i in instances if i.instance_id in reports]
+    chosen = {i: p for i, p in predictions.items() if i in reports}
+    again = regraded(settings, where, graded, chosen)
+    _require_same("the harness' reports", reports, "the tests' output", again, where)
     return summary
+
+
+def _require_patches(out: Path, predictions: Mapping[str, Prediction], outcomes: Mapping[str, Outcome]) -> None:
+    """Raises InputError unless every patch is the one that the agent's trajectory ends with."""
+    for i, outcome in outcomes.items():
+        folder = out / "trajectories" / i
+        seen = outcome_of(i, folder / f"{i}.traj.json", folder / "driver.log", outcome.seconds, outcome.attempts)
+        if outcome.kind != "infrastructure" and (seen.kind, seen.patch) != (outcome.kind, outcome.patch):
+            raise InputError(f"outcome of {i} in {out}: does not follow from its trajectory; run the evaluation again")
+    for i, prediction in predictions.items():
+        if i not in outcomes or (prediction.model_patch or "") != outcomes[i].patch:
+            raise InputError(f"predictions {out / 'preds.json'}: {i} is not what its agent handed in; run it again")
+
+
+def _require_same(what: str, said: Mapping[str, Report], source: str, made: Mapping[str, Report], where: Path) -> None:
+    """Raises InputError unless both say the same of the same instances."""
+    for i in sorted(said.keys() | made.keys()):
+        pairs = [(r.resolved, r.patch_successfully_applied) if (r := side.get(i)) else None for side in (said, made)]
+        if pairs[0] != pairs[1]:
+            raise InputError(f"{where}: {what} does not follow from {source} for {i}; run the evaluation again")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -275,6 +275,7 @@ def phase_parser(description: str | None) -> Parser:
     parser.add_argument("--run-name", help="another name than the configuration's")
     parser.add_argument("--run-dir", help="run folder (default: <output_root>/<run_name> of the configuration)")
     parser.add_argument("--dry-run", action="store_true", help="check everything that the phase needs, then stop")
+    parser.add_argument("--planned", action="store_true", help="with --dry-run: earlier phases have not been run yet")
     return parser
 
 
@@ -304,8 +305,13 @@ def server_from_environment() -> str | None:
 
 @dataclasses.dataclass
 class DryRun:
-    """Collects the lines of ``--dry-run``; ``exit_code`` is 2 when one failed."""
+    """Collects the lines of ``--dry-run``; ``exit_code`` is 2 when one failed.
 
+    ``planned``: of ``run_all.sh --dry-run``. What earlier phases write and the server that is started for them are not
+    there yet, and no fault.
+    """
+
+    planned: bool = False
     failed: int = 0
 
     def line(self, name: str, problem: str | None, found: str = "") -> None:
@@ -315,13 +321,20 @@ class DryRun:
         sys.stdout.write(text + "\n")
 
     @contextlib.contextmanager
-    def checking(self, name: str) -> Iterator[list[str]]:
-        """A check whose ``InputError`` or ``ServerError`` is its FAIL; append what was found to the list."""
+    def checking(self, name: str, *, there: bool = True) -> Iterator[list[str]]:
+        """A check whose ``InputError`` or ``ServerError`` is its FAIL; append what was found to the list.
+
+        Args:
+            there: whether what it looks at exists yet; it comes LATER when not, and nothing but that is wrong.
+        """
         found: list[str] = []
         try:
             yield found
         except (ValueError, RuntimeError) as error:  # InputError, ServerError
-            self.line(name, " ".join(str(error).split()))
+            if self.planned and not there:
+                sys.stdout.write(f"LATER {name}\n")
+            else:
+                self.line(name, " ".join(str(error).split()))
         else:
             self.line(name, None, ", ".join(found))
 

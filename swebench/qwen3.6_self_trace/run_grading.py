@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from run_settings import RunSettings
 
 from pipeline import sandbox
 from pipeline.command_line import ProgressLine
-from pipeline.files import InputError, ServerError, check, read_json, write_json, write_text
+from pipeline.files import InputError, ServerError, check, parse_json, read_json, write_json, write_text
 from pipeline.readers.swebench import Report
 
 RUN_ID = "trace"
@@ -169,13 +170,7 @@ def _grade_here(
             raise InputError(f"grading.backend local: {instance.instance_id} has no eval_script; use harness")
     if not patched and not predictions:
         return
-    job = {
-        "folder": str(where.resolve()),
-        "run_id": RUN_ID,
-        "instances": [i.row() for i in instances],
-        "predictions": {i: p.model_dump() for i, p in predictions.items()},
-    }
-    write_json(where / "job.json", job)
+    write_json(where / "job.json", _job(where, instances, predictions))
     todo = [i for i in patched if not (log_folder(where, predictions[i.instance_id]) / "test_output.txt").exists()]
     if todo:
         _drive(settings, where, "scripts")
@@ -190,12 +185,50 @@ def _grade_here(
     _drive(settings, where, "reports")
 
 
-def _drive(settings: RunSettings, where: Path, step: str) -> None:
-    command = [agent_python(settings), "-I", str(DRIVER), step, str((where / "job.json").resolve())]
+def _job(where: Path, instances: Sequence[Instance], predictions: Mapping[str, Prediction]) -> dict[str, Any]:
+    """What the driver reads."""
+    return {
+        "folder": str(where.resolve()),
+        "run_id": RUN_ID,
+        "instances": [i.row() for i in instances],
+        "predictions": {i: p.model_dump() for i, p in predictions.items()},
+    }
+
+
+def regraded(
+    settings: RunSettings, where: Path, instances: Sequence[Instance], predictions: Mapping[str, Prediction]
+) -> dict[str, Report]:
+    """What the official report code makes, now, of the tests' output that lies in ``where``. Writes nothing there."""
+    if not predictions:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_json(Path(folder) / "job.json", _job(where, instances, predictions))
+        printed = _drive(settings, where, "again", Path(folder) / "job.json")
+    found = parse_json(printed, f"grading of {where}")
+    return {i: check(Report, report, f"report of {i}") for i, report in found.items()}
+
+
+def raw_reports(where: Path, predictions: Mapping[str, Prediction]) -> dict[str, Report]:
+    """The harness' own file for each instance that was graded.
+
+    Raises:
+        InputError: one is of another patch than the prediction's, or is damaged.
+    """
+    for instance_id, prediction in predictions.items():
+        logs = log_folder(where, prediction)
+        text = (prediction.model_patch or "").encode("utf-8", "surrogatepass")
+        if (logs / "report.json").exists() and (logs / "patch.diff").read_bytes() != text:
+            raise InputError(f"{logs / 'patch.diff'}: is not the patch that {instance_id} handed in; grade it again")
+    return {i: check(Report, report, f"report of {i}") for i, report in _collect(where, predictions).items()}
+
+
+def _drive(settings: RunSettings, where: Path, step: str, job: Path | None = None) -> str:
+    command = [agent_python(settings), "-I", str(DRIVER), step, str((job or where / "job.json").resolve())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_TIMEOUT_S, cwd=where)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ServerError(f"grading: the official report code failed ({last[:300]})")
+    return done.stdout
 
 
 def _test(settings: RunSettings, folder: RunFolder, where: Path, instance: Instance, prediction: Prediction) -> None:

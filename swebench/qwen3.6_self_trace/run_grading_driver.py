@@ -2,11 +2,13 @@
 
     .venv-agents/bin/python -I run_grading_driver.py scripts job.json
     .venv-agents/bin/python -I run_grading_driver.py reports job.json
+    .venv-agents/bin/python -I run_grading_driver.py again job.json
 
 ``job.json``: ``folder`` (where ``logs/run_evaluation`` is), ``run_id``, ``instances`` (rows), ``predictions``.
 ``scripts`` writes the evaluation script of each instance that has a patch. ``reports`` has ``get_eval_report`` write
-``report.json`` where there is a ``test_output.txt``, and ``make_run_report`` the summary. Nothing here needs Docker,
-and nothing decides what counts as resolved but the official code.
+``report.json`` where there is a ``test_output.txt``, and ``make_run_report`` the summary. ``again`` prints the reports
+that the kept test outputs give now, and writes nothing. Nothing here needs Docker, and nothing decides what counts as
+resolved but the official code.
 """
 
 import contextlib
@@ -44,8 +46,21 @@ def write_reports(job: dict, folders: dict) -> None:
         make_run_report(job["predictions"], job["instances"], job["run_id"])
 
 
+def print_reports(job: dict, folders: dict) -> None:
+    from swebench.harness.constants import LOG_TEST_OUTPUT
+    from swebench.harness.grading import get_eval_report
+    from swebench.harness.utils import make_test_spec
+
+    found: dict = {}
+    for row in job["instances"]:
+        output = folders.get(row["instance_id"], Path("/nowhere")) / LOG_TEST_OUTPUT
+        if output.exists():
+            found |= get_eval_report(make_test_spec(row), job["predictions"][row["instance_id"]], str(output), True)
+    sys.stdout.write(json.dumps(found))
+
+
 def main() -> None:
-    step = {"scripts": write_scripts, "reports": write_reports}[sys.argv[1]]
+    step = {"scripts": write_scripts, "reports": write_reports, "again": print_reports}[sys.argv[1]]
     job = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
     os.chdir(job["folder"])
     root = Path("logs/run_evaluation") / job["run_id"]

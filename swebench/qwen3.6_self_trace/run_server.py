@@ -14,22 +14,25 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from run_folder import open_phase, phase_parser, server_from_environment
-from run_settings import RunSettings
+from run_settings import RunSettings, ServerSettings, server_flag
 
 from pipeline.files import InputError, ServerError, run_cli
 
 PROBE_TIMEOUT_S = 10.0
 POLL_S = 0.5
+VLLM_PORT = 8000
 STOP_GRACE_S = 30.0  # vLLM ends its workers and frees the GPUs
 LOG_CHARS = 400  # of a dead server's log that are shown
 
@@ -57,7 +60,9 @@ def request(settings: RunSettings, path: str, body: Any = None, timeout_s: float
         text = " ".join(error.read().decode(errors="replace").split())[:200]
         raise ServerError(f"server {url}: answered {error.code} ({text}); check the server and its key") from None
     except (OSError, ValueError) as error:
-        raise ServerError(f"server {url}: no answer ({error}); start it, or set VLLM_BASE_URL") from None
+        why = getattr(error, "reason", None) or error
+        why = getattr(why, "strerror", None) or why
+        raise ServerError(f"server {url}: no answer ({why}); start it, or set VLLM_BASE_URL") from None
 
 
 def alive(settings: RunSettings) -> bool:
@@ -105,6 +110,52 @@ def command_line(settings: RunSettings, model: str | None = None) -> list[str]:
     return [*command, "--model", model or settings.model.name, *flags]
 
 
+def port_of(settings: RunSettings) -> int:
+    """The port of a server that the configuration starts: ``--port`` of ``server.args``, vLLM's 8000 without it.
+
+    Raises:
+        InputError: it is not that of ``model.base_url``, where the server would be waited for.
+    """
+    parts = urllib.parse.urlsplit(settings.model.base_url)
+    port = server_flag(settings, "--port", VLLM_PORT)
+    of_vllm = settings.server.command == ServerSettings().command  # another program may have another default
+    if ("--port" in settings.server.args or of_vllm) and port != (
+        parts.port or (443 if parts.scheme == "https" else 80)
+    ):
+        raise InputError(f"server.args: the server would listen on port {port}, model.base_url is {parts.geturl()}")
+    return port
+
+
+def beside(settings: RunSettings, configured: RunSettings) -> RunSettings:
+    """The settings of a server of our own, whatever ``VLLM_BASE_URL`` names: at the configuration's address, or on
+    another port when that one is taken.
+
+    Args:
+        settings: of the run. configured: as the configuration file has them.
+    """
+    model = settings.model.model_copy(update={"base_url": configured.model.base_url})
+    own = settings.model_copy(update={"model": model})
+    if server_from_environment() is None or not alive(own):
+        return own
+    port_of(own)
+    port = free_port()
+    flags = [f for f in shlex.split(settings.server.args) if not f.startswith("--port=")]
+    if "--port" in flags:
+        at = flags.index("--port")
+        del flags[at : at + 2]
+    parts = urllib.parse.urlsplit(own.model.base_url)
+    model = model.model_copy(update={"base_url": f"{parts.scheme}://{parts.hostname}:{port}"})
+    server = settings.server.model_copy(update={"args": shlex.join([*flags, "--port", str(port)])})
+    return own.model_copy(update={"model": model, "server": server})
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
 def without_adapters(flags: Sequence[str]) -> list[str]:
     """``flags`` without those of run-time LoRA and their values (``--flag=value`` or ``--flag value ...``)."""
     kept, dropping = [], False
@@ -126,6 +177,7 @@ def running(settings: RunSettings, log: Path, model: str | None = None) -> Itera
     """
     if alive(settings):
         raise InputError(f"server {settings.model.base_url}: already there; set VLLM_BASE_URL to use it, or stop it")
+    port_of(settings)
     log.parent.mkdir(parents=True, exist_ok=True)
     command = command_line(settings, model)
     try:

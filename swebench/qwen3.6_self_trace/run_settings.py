@@ -101,7 +101,8 @@ class AgentSettings(SettingsModel):
     """mini-swe-agent: the package's own templates and runner, with these limits.
 
     ``base_config`` names one of the package's configurations or a YAML file; ``environment`` is merged into its
-    ``environment`` section (``run_args`` of docker, say); the class of that environment follows from ``backend``.
+    ``environment`` section (``run_args`` of docker, say), over ``run_agent_config.BACKEND_DEFAULTS``; the class of that
+    environment follows from ``backend``.
     """
 
     python: str = ".venv-agents/bin/python"
@@ -124,6 +125,9 @@ class AgentSettings(SettingsModel):
         if "environment_class" in value:
             raise ValueError("environment_class follows from agent.backend; set that")
         _require_json(value)
+        env = value.get("env", {})
+        if not isinstance(env, dict) or not all(isinstance(text, str) for text in env.values()):
+            raise ValueError("env: expected names with text; quote numbers")
         return value
 
 
@@ -218,6 +222,25 @@ def _refuse_unknown(data: dict[str, Any], model: type[SettingsModel], where: str
         inner = model.model_fields[key].annotation
         if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, SettingsModel):
             _refuse_unknown(value, inner, f"{where}: {key}")
+
+
+def server_flag(settings: RunSettings, flag: str, default: int) -> int:
+    """An integer flag of ``server.args``, as ``--flag N`` or ``--flag=N``.
+
+    Raises:
+        InputError: it is there without an integer.
+    """
+    words = [part for word in shlex.split(settings.server.args) for part in _split_flag(word)]
+    if flag not in words:
+        return default
+    value = words[words.index(flag) + 1] if words.index(flag) + 1 < len(words) else ""
+    if not value.isdecimal() or int(value) < 1:
+        raise InputError(f"server.args: expected an integer after {flag}, found {value!r}")
+    return int(value)
+
+
+def _split_flag(word: str) -> list[str]:
+    return word.split("=", 1) if word.startswith("--") else [word]
 
 
 def digest(data: Any) -> str:
