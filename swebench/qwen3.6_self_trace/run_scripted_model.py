@@ -28,6 +28,7 @@ from scripted_answers import ScriptedAnswers, token_answers  # noqa: E402
 from scripted_server import ScriptedServer  # noqa: E402
 
 MINIATURE = HERE / "miniature"
+MAX_MODEL_LEN = 8192  # that of SmolLM2: phases 1 and 6 compare only under equal context lengths
 Messages = list[dict[str, Any]]
 Responder = Callable[[Messages, dict[str, Any]], dict[str, Any] | str | None]
 
@@ -75,7 +76,7 @@ def scripted_server(
 ) -> ScriptedServer:
     """The server, not started yet: the agent of phases 1 and 6, what phases 2 to 4 ask; ``responders`` come first."""
     chat = answer_with([*responders, ScriptedAgent(read_declared(source), model), ScriptedAnswers(source).chat])
-    return ScriptedServer(chat=chat, model=model, max_model_len=131_072, **fields)
+    return ScriptedServer(chat=chat, model=model, max_model_len=MAX_MODEL_LEN, **fields)
 
 
 def main() -> None:

@@ -139,13 +139,9 @@ def beside(settings: RunSettings, configured: RunSettings) -> RunSettings:
         return own
     port_of(own)
     port = free_port()
-    flags = [f for f in shlex.split(settings.server.args) if not f.startswith("--port=")]
-    if "--port" in flags:
-        at = flags.index("--port")
-        del flags[at : at + 2]
     parts = urllib.parse.urlsplit(own.model.base_url)
     model = model.model_copy(update={"base_url": f"{parts.scheme}://{parts.hostname}:{port}"})
-    server = settings.server.model_copy(update={"args": shlex.join([*flags, "--port", str(port)])})
+    server = settings.server.model_copy(update={"args": f"{settings.server.args} --port {port}"})  # the last one counts
     return own.model_copy(update={"model": model, "server": server})
 
 

@@ -225,7 +225,7 @@ def _refuse_unknown(data: dict[str, Any], model: type[SettingsModel], where: str
 
 
 def server_flag(settings: RunSettings, flag: str, default: int) -> int:
-    """An integer flag of ``server.args``, as ``--flag N`` or ``--flag=N``.
+    """An integer flag of ``server.args``, as ``--flag N`` or ``--flag=N``; the last one counts.
 
     Raises:
         InputError: it is there without an integer.
@@ -233,7 +233,7 @@ def server_flag(settings: RunSettings, flag: str, default: int) -> int:
     words = [part for word in shlex.split(settings.server.args) for part in _split_flag(word)]
     if flag not in words:
         return default
-    value = words[words.index(flag) + 1] if words.index(flag) + 1 < len(words) else ""
+    value = [*words, ""][len(words) - words[::-1].index(flag)]
     if not value.isdecimal() or int(value) < 1:
         raise InputError(f"server.args: expected an integer after {flag}, found {value!r}")
     return int(value)
