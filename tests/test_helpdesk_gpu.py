@@ -4,6 +4,7 @@ The runner is in test_helpdesk_scheduler.py, the table in test_helpdesk_table.py
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -14,14 +15,16 @@ from typing import Any
 
 import pytest
 
-from pipeline.files import InputError, write_json
+from pipeline.files import InputError, ServerError, write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "helpdesk_gpu"))
 
+import candidate_checks
 import freeze
 import other_candidates
 import plan
 import state
+import with_server
 from scheduler import Stage, pending, record_of
 from sizes import SIZES, Size
 
@@ -228,10 +231,10 @@ def test_helpdesk_needs_none_of_the_other_candidates() -> None:
         env.reset(seed)
         for action in env.solution():
             env.step(json.dumps(action))
-        labels = other_candidates.capability_checks(seed, env.get_messages())
+        labels = candidate_checks.capability_checks(seed, env.get_messages())
         assert {labels[n] for n in other_candidates.NAMES} == {"NA"}
         assert {n: labels[n] for n in NAMES} == capability_checks(seed, env.get_messages())
-    assert labels.keys() == {c["name"] for c in other_candidates.CANDIDATES} == set(plan.ALL_CANDIDATES)
+    assert labels.keys() == {c["name"] for c in candidate_checks.CANDIDATES} == set(plan.ALL_CANDIDATES)
 
 
 # ------------------------------------------------------------------ adapters at a budget, state
@@ -397,3 +400,39 @@ def test_a_damaged_pack_is_refused_in_one_line(tmp_path: Path, damage: str) -> N
             part.unlink()
     with pytest.raises(InputError, match=r"expected|damaged"):
         state.unpack(tmp_path / "new", [tmp_path / "out"])
+
+
+# ------------------------------------------------------------------ the server of the routed model
+
+
+def test_a_server_finds_the_plugin_where_the_project_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(with_server, "entry_points", lambda group: ())
+    places = with_server.plugin_path(tmp_path / "p")
+    code = "from importlib.metadata import entry_points\n"
+    code += f"found = entry_points(group={with_server.PLUGIN_GROUP!r})\n"
+    code += "print([e.load().__name__ for e in found if e.dist.name == 'trace-plugin'])"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(places)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.stdout.strip() == "['register']", done.stderr
+
+
+def test_an_installed_plugin_is_not_registered_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.metadata.EntryPoint("x", with_server.PLUGIN, with_server.PLUGIN_GROUP)
+    monkeypatch.setattr(with_server, "entry_points", lambda group: (found,))
+    assert with_server.plugin_path(tmp_path / "p") == [] and not (tmp_path / "p").exists()
+
+
+def test_a_server_that_ends_at_once_is_told_with_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "vllm"  # shadows a real one, which would take a while to say that the flag is unknown
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise SystemExit('no vLLM here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with (
+        pytest.raises(ServerError, match=r"exited with 1: .*no vLLM here"),
+        with_server.server(str(tmp_path / "none"), []),
+    ):
+        raise AssertionError("it is up")

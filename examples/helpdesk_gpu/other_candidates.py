@@ -3,18 +3,14 @@
 The contrast of passed and failed episodes rejects them (coverage 0), a random choice among all candidates does not.
 Their environments speak helpdesk's language, so what their adapters learn of the form helps there too.
 
-``CANDIDATES`` and ``capability_checks`` are those of helpdesk and these four; ``TRACE_GAME_MODULES=other_candidates``
-registers the environments.
+``TRACE_GAME_MODULES=other_candidates`` registers the environments; ``candidate_checks.py`` has the labels.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Any
 
 from game_registry import GameSpec, Message, register_game
-from games import helpdesk
 from games._desk import MAX_GEN_TOKENS, REQUESTS, OneCallGame, opening
 from games._tool_game import oracle_of
 
@@ -100,15 +96,6 @@ GAMES: dict[type[OneCallGame], str] = {
     ),
 }
 NAMES = tuple(game.name.removeprefix("capability_") for game in GAMES)
-_DESCRIBED = [{"name": n, "description": d} for n, d in zip(NAMES, GAMES.values(), strict=True)]
-CANDIDATES = [*helpdesk.CANDIDATES, *_DESCRIBED]
-
-
-def capability_checks(seed: int, messages: Sequence[Message]) -> dict[str, Any]:
-    """Labels of one helpdesk episode. Its generator has no task with a comparison, a date, a place in a list, or a
-    request in other words than a tool's name, so the four are not needed there, by construction."""
-    return {**helpdesk.capability_checks(seed, messages), **dict.fromkeys(NAMES, "NA")}
-
 
 for _game, _description in GAMES.items():
     register_game(

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import candidate_checks
 import other_candidates
 from scheduler import Stage
 from sizes import Size
@@ -26,7 +27,7 @@ GATE_ITERATIONS = 4  # whose rollouts a gate learns from (LAST of gate_config.py
 ENVIRONMENT = {  # of every stage: the candidates beside the shipped ones
     "TRACE_GAME_MODULES": "other_candidates",
 }
-ALL_CANDIDATES = tuple(sorted(str(c["name"]) for c in other_candidates.CANDIDATES))
+ALL_CANDIDATES = tuple(sorted(str(c["name"]) for c in candidate_checks.CANDIDATES))
 
 
 def python(*arguments: object) -> tuple[str, ...]:
@@ -68,7 +69,7 @@ def mining_stages(run: Path, model: str, size: Size) -> Iterator[Stage]:
         )
         yield Stage(
             f"03_labels_{part}",
-            python("pipeline/label_capabilities.py", "--labeler", "checks", "--checks-module", "other_candidates",
+            python("pipeline/label_capabilities.py", "--labeler", "checks", "--checks-module", "candidate_checks",
                    "--input", rollouts, "--output-dir", folder / "labels"),
             needs=(f"01_rollouts_{part}",),
         )  # fmt: skip
@@ -82,7 +83,8 @@ def mining_stages(run: Path, model: str, size: Size) -> Iterator[Stage]:
 
 
 def ranked_capabilities(run: Path, part: str = "a") -> list[dict[str, object]]:
-    """All candidates: the selected ones first, then the rejected ones, each by mean Delta.
+    """All candidates: the selected ones first, then the rejected ones, each by mean Delta; of equal ones those first that
+    helpdesk's own checks know.
 
     Raises:
         InputError: the selection of that mining run is missing or damaged.
@@ -92,7 +94,10 @@ def ranked_capabilities(run: Path, part: str = "a") -> list[dict[str, object]]:
     entries = report.get("candidates") if isinstance(report, dict) else None
     if not isinstance(entries, list) or not entries:
         raise InputError(f"selection report {path}: expected candidates; run the mining stages again")
-    return sorted(entries, key=lambda e: (not e["selected"], -float(e["mean_delta"]), str(e["skill"])))
+    others = other_candidates.NAMES
+    return sorted(
+        entries, key=lambda e: (not e["selected"], -float(e["mean_delta"]), e["skill"] in others, str(e["skill"]))
+    )
 
 
 def capability_names(run: Path, count: int) -> list[str]:
@@ -112,7 +117,8 @@ def validation_stages(run: Path) -> Iterator[Stage]:
         yield Stage(
             f"05_validate_{name}",
             python("pipeline/validate_environment.py", f"capability_{name}", "--target-tools", TARGET,
-                   "--json-output", output),
+                   "--json-output", output,
+                   *(("--isolation", "process") if name in other_candidates.NAMES else ())),  # no file of its own
             also_done=VERDICT, proof=output, makes=(output,),
         )  # fmt: skip
 

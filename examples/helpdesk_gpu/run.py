@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +37,8 @@ def environment(size: Size) -> dict[str, str]:
     places = [str(root), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     threads = max(1, len(os.sched_getaffinity(0)) // size.parallel)
     found = {"PYTHONPATH": os.pathsep.join(places), **stages.ENVIRONMENT}
+    if shutil.which("bwrap") is None:  # the environments here are the project's own
+        found["TRACE_ISOLATION"] = os.environ.get("TRACE_ISOLATION", "process")
     return found | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
 
 

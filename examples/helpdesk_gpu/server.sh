@@ -34,7 +34,7 @@ if ! healthy; then
   export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} OMP_WAIT_POLICY=passive KMP_BLOCKTIME=0
   # shellcheck disable=SC2086
   setsid "$PYTHON" -m vllm.entrypoints.openai.api_server --model "$MODEL" --served-model-name helpdesk-base \
-    --host 127.0.0.1 --port "$PORT" $FLAGS ${SERVER_FLAGS:-} >"$LOG" 2>&1 </dev/null &
+    --host 127.0.0.1 --port "$PORT" $FLAGS ${EXTRA_FLAGS:-} >"$LOG" 2>&1 </dev/null &
   echo $! >"$STATE.pid"
   for _ in $(seq "${START_S:-300}"); do
     healthy && break

@@ -1,6 +1,9 @@
 """Start a vLLM server, run a command in which SERVER_URL stands for its address, and end the server.
 
     python examples/helpdesk_gpu/with_server.py --model runs/routed -- python -m train.evaluate ... SERVER_URL
+
+vLLM finds the plugin for routed models where this project is installed; where it only lies on the path, an entry point
+is written for the time of the server.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -25,7 +29,19 @@ from scheduler import die_with_parent
 from pipeline.files import ServerError, run_cli
 
 START_S = 300.0
+PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "moe_gate.vllm_plugin:register"
 FLAGS = "--dtype bfloat16 --max-model-len 2048 --gpu-memory-utilization 0.2 --enable-prefix-caching"
+
+
+def plugin_path(folder: Path) -> list[str]:
+    """Places to add to the server's PYTHONPATH so that it finds the plugin; none where it finds it anyway."""
+    if any(found.value == PLUGIN for found in entry_points(group=PLUGIN_GROUP)):
+        return []
+    written = folder / "trace_plugin-0.dist-info"
+    written.mkdir(parents=True)
+    (written / "METADATA").write_text("Metadata-Version: 2.1\nName: trace-plugin\nVersion: 0\n", encoding="utf-8")
+    (written / "entry_points.txt").write_text(f"[{PLUGIN_GROUP}]\ntrace_moe_gate = {PLUGIN}\n", encoding="utf-8")
+    return [str(folder), str(Path(__file__).resolve().parents[2])]
 
 
 @contextlib.contextmanager
@@ -40,7 +56,9 @@ def server(model: str, flags: list[str]) -> Iterator[str]:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, "VLLM_NO_USAGE_STATS": "1"}
-    with tempfile.NamedTemporaryFile(prefix="vllm_", suffix=".log") as log:
+    with tempfile.NamedTemporaryFile(prefix="vllm_", suffix=".log") as log, tempfile.TemporaryDirectory() as folder:
+        places = [*plugin_path(Path(folder)), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env |= {"PYTHONPATH": os.pathsep.join(places)} if places else {}
         process = subprocess.Popen(
             [*command, "--port", str(port), *flags], env=env, stdout=log, stderr=log, start_new_session=True,
             preexec_fn=die_with_parent,
