@@ -116,6 +116,8 @@ def _build_worker(
     _check_sharding(config, ranks)
     # the whole base need never fit into one GPU: layers move there when they are sharded
     if config.shard_base and not ranks.driver:
+        from train.sharding import skeleton
+
         model: Any = skeleton(config.model)  # rank 0 hands its layers out
     else:
         model = load_model(config.model, config.dtype, "cpu" if config.shard_base else device)

@@ -32,7 +32,7 @@ def skeleton(folder: str) -> Any:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from train.local_engine import ATTENTION
+    from train.kv_cache import ATTENTION
 
     try:
         with torch.device("meta"):
@@ -66,7 +66,7 @@ def shard_base(model: Any, device_type: str, mesh: DeviceMesh | None = None) -> 
         raise InputError(f"--shard-base: model type {base.config.model_type} has no decoder layers to shard; drop it")
     device = torch.device(device_type, torch.cuda.current_device()) if device_type != "cpu" else torch.device("cpu")
     with with_peers():
-        filled = _any_skeleton(model, device)
+        filled = _any_skeleton(model)
         for layer in layers:
             if filled:
                 _fill(layer.modules(), device)
@@ -83,18 +83,15 @@ def shard_base(model: Any, device_type: str, mesh: DeviceMesh | None = None) -> 
     )
 
 
-def _any_skeleton(model: Any, device: torch.device) -> bool:
-    """Has any rank a model without storage? Raises ``InputError`` where the ranks' tensors differ."""
+def _any_skeleton(model: Any) -> bool:
+    """Has any rank a model without storage? Raises ``InputError`` on all ranks where their tensors differ."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    mine = [(name, tuple(tensor.shape)) for name, tensor in named]
-    box: list[Any] = [mine]
-    dist.broadcast_object_list(box, src=0, device=device)
-    if mine != box[0]:
-        odd = sorted({name for name, _ in set(mine) ^ set(box[0])})[:1]
-        raise InputError(f"--shard-base: ranks have different models (first at {odd}); give all the same --model")
-    empty = torch.tensor(float(any(tensor.is_meta for _, tensor in named)), device=device)
-    dist.all_reduce(empty)
-    return bool(empty.item())
+    mine = ([(name, tuple(tensor.shape)) for name, tensor in named], any(tensor.is_meta for _, tensor in named))
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    if odd := sorted(set().union(*(set(names) ^ set(found[0][0]) for names, _ in found))):
+        raise InputError(f"--shard-base: ranks have different models (first at {odd[0][0]}); give all the same --model")
+    return any(without for _, without in found)
 
 
 def _outside(model: Any, layers: Iterable[Any]) -> list[Any]:
