@@ -1,6 +1,6 @@
 """The adapters of a training run as they were after some iterations, as bf16 PEFT folders: what a bf16 server serves.
 
-    python examples/helpdesk_gpu/freeze.py --train runs/t --adapters runs/t_adapters --names a,b --iterations 12 --out F
+    python examples/helpdesk_gpu/freeze.py --train runs/t --adapters runs/f --names a,b --iterations 6,12 --out F6 F12
 
 They are taken from the checkpoints. A run that ended earlier (solved) gives its last state.
 """
@@ -55,11 +55,15 @@ def main() -> int:
     parser.add_argument("--train", type=Path, required=True, help="output folder of python -m train")
     parser.add_argument("--adapters", type=Path, required=True, help="its adapter folder (for the PEFT configuration)")
     parser.add_argument("--names", required=True, help="comma list of adapters")
-    parser.add_argument("--iterations", type=int, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the PEFT folders")
+    parser.add_argument("--iterations", required=True, help="comma list")
+    parser.add_argument("--out", type=Path, nargs="+", required=True, help="folders of the adapters, one each")
     args = parser.parse_args()
-    for name in filter(None, args.names.split(",")):
-        print(f"{args.out / name}: {freeze(args.train, args.adapters, name, args.iterations, args.out)}")
+    numbers = [int(n) if n.isdigit() else 0 for n in args.iterations.split(",")]
+    if min(numbers) < 1 or len(numbers) != len(args.out):
+        raise InputError(f"--iterations {args.iterations}: expected numbers >= 1, as many as --out has folders")
+    for iterations, out in zip(numbers, args.out, strict=True):
+        for name in filter(None, args.names.split(",")):
+            print(f"{out / name}: {freeze(args.train, args.adapters, name, iterations, out)}")
     return 0
 
 

@@ -83,8 +83,8 @@ def mining_stages(run: Path, model: str, size: Size) -> Iterator[Stage]:
 
 
 def ranked_capabilities(run: Path, part: str = "a") -> list[dict[str, object]]:
-    """All candidates: the selected ones first, then the rejected ones, each by mean Delta; of equal ones those first that
-    helpdesk's own checks know.
+    """All candidates: the selected ones first, then the rejected ones, each by mean Delta. Of equal ones those come
+    first that helpdesk's own checks know.
 
     Raises:
         InputError: the selection of that mining run is missing or damaged.
@@ -175,24 +175,21 @@ def training_stages(run: Path, model: str, size: Size, names: Sequence[str]) -> 
             needs=("04_selection_a", *(("07_train_train",) if key == "others" else ())),
             makes=(run / "training" / key / "checkpoints",),
         )  # fmt: skip
-    for budget in reversed(size.budgets):
-        for key in ("train", "direct", "joint"):
-            yield freeze_stage(run, key, runs[key][0], budget, len(names) if key in ("direct", "joint") else 1)
-    yield freeze_stage(run, "others", runs["others"][0], size.budgets[-1], 1)
+    for key, (adapters, iterations, _) in runs.items():
+        folder = run / "training" / key
+        budgets = size.budgets[-1:] if key == "others" else size.budgets
+        outs = [adapters_folder(run, budget) for budget in budgets]
+        factor = iterations // size.budgets[-1]
+        yield Stage(
+            f"08_adapters_{key}",
+            python(HERE / "freeze.py", "--train", folder, "--adapters", folder / "final", "--names", ",".join(adapters),
+                   "--iterations", ",".join(str(factor * budget) for budget in budgets), "--out", *outs),
+            needs=(f"07_train_{key}",), makes=tuple(out / name for out in outs for name in adapters),
+        )  # fmt: skip
 
 
 def adapters_folder(run: Path, budget: int) -> Path:
     return run / f"adapters_{budget}"
-
-
-def freeze_stage(run: Path, key: str, adapters: Sequence[str], budget: int, factor: int) -> Stage:
-    folder, out = run / "training" / key, adapters_folder(run, budget)
-    return Stage(
-        f"08_adapters_{key}_{budget}",
-        python(HERE / "freeze.py", "--train", folder, "--adapters", folder / "final", "--names", ",".join(adapters),
-               "--iterations", factor * budget, "--out", out),
-        needs=(f"07_train_{key}",), makes=tuple(out / name for name in adapters),
-    )  # fmt: skip
 
 
 # ------------------------------------------------------------------ composition
@@ -216,7 +213,7 @@ def gate_stages(
     run: Path, model: str, size: Size, gate: str, members: Sequence[str], budget: int, mine: Sequence[str]
 ) -> Iterator[Stage]:
     """Configuration and SFT of one gate over ``members``, on rollouts up to ``budget``."""
-    needs = adapters_of(members, budget, mine)
+    needs = adapters_of(members, mine)
     logs = [run / "training" / key / "rollouts" for key in ("train", "others") if any(key in n for n in needs)]
     yield Stage(
         f"09_config_{gate}",
@@ -233,10 +230,10 @@ def gate_stages(
     )  # fmt: skip
 
 
-def adapters_of(members: Sequence[str], budget: int, mine: Sequence[str]) -> tuple[str, ...]:
+def adapters_of(members: Sequence[str], mine: Sequence[str]) -> tuple[str, ...]:
     """The stages that make the adapters ``members``; ``mine`` are the capabilities of the main training."""
     parts = {"train": set(members) & set(mine), "others": set(members) - set(mine)}
-    return tuple(f"08_adapters_{key}_{budget}" for key, found in parts.items() if found)
+    return tuple(f"08_adapters_{key}" for key, found in parts.items() if found)
 
 
 def gate_config(run: Path, gate: str) -> Path:
@@ -262,8 +259,7 @@ def plain_score(run: Path, model: str, size: Size, names: Sequence[str]) -> Stag
                ",".join(str(adapters_folder(run, last) / name) for name in names), "--other-adapters",
                ",".join(others), "--merge", "linear,ties,dare_ties", "--choose",
                run / "mine_a" / "labels" / "candidate_capabilities.json"),
-        needs=("10_score_base",
-               *(f"08_adapters_{k}_{b}" for b in size.budgets for k in ("train", "direct", "joint"))),
+        needs=("10_score_base", *(f"08_adapters_{key}" for key in ("train", "direct", "joint"))),
     )  # fmt: skip
 
 
@@ -285,7 +281,7 @@ def composition_stages(run: Path, model: str, size: Size, names: Sequence[str], 
         python(*scoring(model, size, TARGET, size.trials, run / "score")),
         needs=("04_selection_a",),
     )
-    adapters = adapters_of(names, last, names)
+    adapters = adapters_of(names, names)
     trained = ("09_gate_routed", *adapters)
     yield from gate_stages(run, model, size, "routed", names, last, names)
     yield gate_score(run, model, size, "routed", gates / "routed", trained)
@@ -298,10 +294,10 @@ def composition_stages(run: Path, model: str, size: Size, names: Sequence[str], 
         yield gate_score(run, model, size, "routed_grpo", gates / "grpo", ("10_gate_grpo", *adapters))
     for gate, members in gate_members(names, size).items():
         yield from gate_stages(run, model, size, gate, members, last, names)
-        yield gate_score(run, model, size, gate, gates / gate, (f"09_gate_{gate}", *adapters_of(members, last, names)))
+        yield gate_score(run, model, size, gate, gates / gate, (f"09_gate_{gate}", *adapters_of(members, names)))
     for budget in size.budgets[:-1]:
         yield from gate_stages(run, model, size, f"routed_{budget}", names, budget, names)
-        needs = (f"09_gate_routed_{budget}", *adapters_of(names, budget, names))
+        needs = (f"09_gate_routed_{budget}", *adapters_of(names, names))
         yield gate_score(run, model, size, f"routed_{budget}", gates / f"routed_{budget}", needs)
     yield Stage(
         "12_transfer",

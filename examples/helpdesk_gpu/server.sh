@@ -4,7 +4,8 @@
 #   eval "$(bash examples/helpdesk_gpu/server.sh)" && bash examples/helpdesk_gpu/run.sh
 #   bash examples/helpdesk_gpu/server.sh stop
 #
-# A server that answers is left alone. SIZE=tiny or cpu: flags for a CPU. The merge of four adapters of rank 16 has rank 64.
+# A server that answers is left alone. SIZE=tiny or cpu: flags for a CPU. The merge of four adapters of rank 16 has rank 64. A slot
+# for every adapter that may be in use at once (ten trained, thirteen scored): one without a slot waits for all others.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 SIZE=${SIZE:-gpu}
@@ -25,9 +26,9 @@ if [ "${1:-}" = stop ]; then
 fi
 FLAGS="--dtype bfloat16 --max-model-len 2048 --enable-prefix-caching --enable-lora"
 if [ "$SIZE" = gpu ]; then
-  FLAGS+=" --attention-backend FLASH_ATTN --gpu-memory-utilization 0.3 --max-num-seqs 512 --max-loras 16 --max-lora-rank 64"
+  FLAGS+=" --attention-backend FLASH_ATTN --gpu-memory-utilization 0.3 --max-num-seqs 512 --max-loras 24 --max-lora-rank 64"
 else
-  FLAGS+=" --enforce-eager --block-size 32 --max-num-seqs 32 --max-num-batched-tokens 16384 --max-loras 4 --max-lora-rank 32"
+  FLAGS+=" --enforce-eager --block-size 32 --max-num-seqs 32 --max-num-batched-tokens 16384 --max-loras 12 --max-lora-rank 32"
 fi
 if ! healthy; then
   export VLLM_ALLOW_RUNTIME_LORA_UPDATING=True VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1
