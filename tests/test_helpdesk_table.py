@@ -17,6 +17,7 @@ from pipeline.files import InputError, read_json, write_json
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "helpdesk_gpu"))
 
 import findings
+import machine
 import other_candidates
 import scores
 import table
@@ -102,6 +103,9 @@ def finished(tmp_path: Path) -> Path:
             write_json(run / "environments" / f"{name}.{kind}.json", {"accepted": True})
             code = {"exit_code": 1} if name == NAMES[1] and kind == "calibration" else {}
             write_json(record_of(run, f"{stage_name}_{name}"), {"seconds": 3.0, "peak_bytes": 2**30, **code})
+    machine.begin(run)
+    for seconds, code in ((60.0, 75), (120.0, 0)):
+        machine.end(run, seconds, code)
     base = {"seconds": 2.0, "peak_bytes": 2**20, "command": ["-m", "train.evaluate", "--model", "models/m"]}
     write_json(record_of(run, "10_score_base"), base)
     for name in ("train", "direct", "joint"):
@@ -138,6 +142,8 @@ def test_the_table_says_what_was_measured(finished: Path) -> None:
     shown = {e["name"]: (e["validation_passed"], e["calibration_passed"]) for e in data["environments"]}
     assert shown[NAMES[1]] == (True, False) and shown[other_candidates.NAMES[0]] == (None, None)
     assert data["costs"]["training"]["direct"] == {"rollouts": 144, "sampled_tokens": 1200}
+    assert data["costs"]["pieces_s"] == [60.0, 120.0] and data["info"]["machine"]["torch"]
+    assert "; 3 minutes in 2 pieces" in table.markdown(data)
     assert data["choice"]["picks"] == {NAMES[0]: 30, "base": 10} and data["choice"]["invalid_share"] == 0.125
     assert data["gates"]["routed"]["validation_accuracy"] == 0.9
     assert not [c for c in data["claims"] if c["verdict"] == "open"]

