@@ -356,9 +356,9 @@ async def play(
     except TimeoutError:
         result.outcome = Failed("timeout", f"episode exceeded {deadline_s} s")
     except AgentError as error:
-        result.outcome = Failed(error.kind, error.detail)
+        result.outcome = Failed(error.kind, _unicode(error.detail))
     except _EnvironmentFault as error:
-        result.outcome = Failed("environment", str(error))
+        result.outcome = Failed("environment", _unicode(str(error)))
     if isinstance(result.outcome, Failed):
         result.finish_reason = result.outcome.kind
     return result
@@ -379,8 +379,25 @@ def _guard(method: Callable[..., Any], *args: Any) -> Any:
         raise _EnvironmentFault(f"{name} raised {type(error).__name__}: {error}") from error
 
 
-def _list_of(kind: str, method: Callable[[], Any]) -> list[Any]:
-    """What ``get_messages`` or ``get_tool_schemas`` returns, checked to be what the contract says."""
+def _unicode(text: str) -> str:
+    """``text`` with half characters (lone surrogates), which no file can hold, as question marks."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _require_json(what: str, value: Any) -> None:
+    """Rollouts are written as JSON in UTF-8: no NaN, no lone surrogate, no object of a library."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _EnvironmentFault(f"{what} holds what JSON cannot: {error}") from None
+
+
+def _list_of(kind: str, method: Callable[[], Any], known: int = 0) -> list[Any]:
+    """What ``get_messages`` or ``get_tool_schemas`` returns, checked to be what the contract says.
+
+    Args:
+        known: items at the start whose text was checked before.
+    """
     items = _guard(method)
     if not isinstance(items, list | tuple):
         raise _EnvironmentFault(f"{method.__name__}() must return a list, found {type(items).__name__}")
@@ -392,6 +409,7 @@ def _list_of(kind: str, method: Callable[[], Any]) -> list[Any]:
             fine = isinstance(item, dict) and isinstance(item.get("function", item).get("name"), str)
         if not fine:
             raise _EnvironmentFault(f"{method.__name__}() holds what is no {kind}: {item!r:.80}")
+    _require_json(f"{method.__name__}()", items[known:])
     return list(items)
 
 
@@ -402,6 +420,7 @@ async def _play(spec: GameSpec, env: Game, agent: Agent, seed: int, hinted: bool
         system = f"{system}\n\n{spec.hint_prompt}"
     if not isinstance(system, str):
         raise _EnvironmentFault(f"get_system_prompt() must return text, found {type(system).__name__}")
+    _require_json("get_system_prompt()", system)
     tools = result.tools = _list_of("tool schema", env.get_tool_schemas)
     seen = _list_of("message", env.get_messages)
     new = [{"role": "system", "content": system}, *seen] if system else list(seen)
@@ -433,7 +452,7 @@ async def _play(spec: GameSpec, env: Game, agent: Agent, seed: int, hinted: bool
                 await asyncio.to_thread(_guard, env.step, payload)
             else:
                 _guard(env.step, payload)
-            current = _list_of("message", env.get_messages)
+            current = _list_of("message", env.get_messages, n_seen)
             new.extend(dict(m) for m in current[n_seen:] if m.get("role") != "assistant")
             n_seen = len(current)
         tool_calls.link_tool_results(messages[-1], new)
@@ -465,6 +484,7 @@ def _score(env: Game) -> tuple[dict[str, Any], Outcome]:
     is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
     if not is_number or not 0 <= reward <= 1:  # NaN and infinities fail the comparison
         raise _EnvironmentFault(f"reward must be a finite number in [0, 1], found {reward!r:.80}")
+    _require_json("get_summary()", summary)
     return dict(summary), Scored(float(reward))
 
 

@@ -83,6 +83,8 @@ def read_json_call(block: str) -> Action | str:
     except (ValueError, RecursionError) as error:
         fault = error.__class__.__name__
         return f'the tool call is not valid JSON ({fault}); expected {{"name": ..., "arguments": {{...}}}}'
+    if "\\u" in block and not _is_unicode(call):
+        return "the tool call has half of a \\u pair; write the character itself"
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return 'the tool call has no "name"; expected {"name": ..., "arguments": {...}}'
     arguments = call.get("arguments", call.get("parameters", {}))
@@ -91,9 +93,20 @@ def read_json_call(block: str) -> Action | str:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             return 'the "arguments" are not a JSON object'
+        if not _is_unicode(arguments):
+            return "the tool call has half of a \\u pair; write the character itself"
     if not isinstance(arguments, dict):
         return 'the "arguments" are not a JSON object'
     return {"name": call["name"], "arguments": arguments}
+
+
+def _is_unicode(value: Any) -> bool:
+    """Whether a JSON value has no lone surrogate: half of a pair of ``\\u`` escapes, which no file can hold."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return False
+    return True
 
 
 def _read_xml_call(block: str, tools: Sequence[ToolSchema]) -> Action | str:
@@ -110,9 +123,10 @@ def _read_xml_call(block: str, tools: Sequence[ToolSchema]) -> Action | str:
         arguments[key] = value
         if types.get(key) != "string":
             try:
-                arguments[key] = json.loads(value)
+                read = json.loads(value)
             except (ValueError, RecursionError):
-                arguments[key] = value
+                continue
+            arguments[key] = read if "\\u" not in value or _is_unicode(read) else value
     return {"name": name, "arguments": arguments}
 
 

@@ -36,8 +36,8 @@ class Check:
 
 
 def run_checks(evidence: Evidence) -> list[Check]:
-    """All checks, in the order of the table; only ``runs`` when the environment kept losing its worker."""
-    if evidence.given_up:
+    """All checks, in the order of the table; only ``runs`` when the play was given up."""
+    if evidence.given_up is not None:
         return [_runs(evidence)]
     checks = [_contract(evidence), _runs(evidence), _oracle(evidence)]
     for name in ("no_op", "random", "constant", "spray", "repeat_last", "injection"):
@@ -72,6 +72,8 @@ def _runs(evidence: Evidence) -> Check:
         for name, r in _episodes(evidence)
         if isinstance(r.outcome, Failed) and not _about_reward(r.outcome)
     ]
+    if evidence.given_up is not None:
+        faults.append(f"given up: {evidence.given_up}")
     advice = "a valid call of a policy must never raise or hang; answer it with an error message"
     return Check(
         "runs", not faults, _list(faults) or f"{len(_episodes(evidence))} episodes", "no episode fails", advice

@@ -11,7 +11,9 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,6 +55,7 @@ class Settings:
     target_packages: tuple[str, ...] = TARGET_PACKAGES
     target_tools: tuple[ToolSchema, ...] | None = None
     latency_ms: float = 10.0
+    budget_s: float = 900.0  # of all play; the shipped environments take less than 10
     min_levels: int = 3
     min_distinct: float = 0.95
 
@@ -66,7 +69,8 @@ class Evidence:
     facts: SourceFacts
     oracles: dict[int, list[Action]] = dataclasses.field(default_factory=dict)
     oracle_fault: str | None = None
-    given_up: bool = False  # too many workers were lost; only what was played so far is known
+    given_up: str | None = None  # why only what was played so far is known
+    deadline: float = math.inf  # of all play, on the monotonic clock
     progress: ProgressLine | None = None
     starts: list[str] = dataclasses.field(default_factory=list)  # what the policy sees first, per seed
     played: dict[str, list[EpisodeResult]] = dataclasses.field(default_factory=dict)  # policy -> episodes
@@ -112,13 +116,14 @@ def gather(
         again: the same environment in another process with another hash seed.
     """
     evidence = Evidence(settings, environment, read_facts(environment.files()), progress=progress)
+    evidence.deadline = time.monotonic() + settings.budget_s
     before = environment.request("state")
     _ask_oracle(evidence)
     environment.step_us = evidence.step_us
     try:
         asyncio.run(_play_all(evidence))
-    except _GivenUp:
-        evidence.given_up = True
+    except _GivenUp as reason:
+        evidence.given_up = str(reason)
         return evidence
     environment.step_us = None
     _probe_contract(evidence)
@@ -205,7 +210,10 @@ async def _play_policy(evidence: Evidence, game: RemoteGame, name: str, make: Ca
 
 def _check_workers(evidence: Evidence) -> None:
     if evidence.environment.restarts > MAX_LOST_WORKERS:
-        raise _GivenUp
+        raise _GivenUp(f"more than {MAX_LOST_WORKERS} workers were lost")
+    if time.monotonic() > evidence.deadline:
+        played = sum(map(len, evidence.played.values()))
+        raise _GivenUp(f"{played} episodes took {evidence.settings.budget_s:g} s; steps must take less than 10 ms")
 
 
 def _probe_contract(evidence: Evidence) -> None:

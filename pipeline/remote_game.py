@@ -13,223 +13,25 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import importlib.util
-import json
 import os
 import re
-import select
-import sysconfig
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from game_registry import AgentError, Game, GameError, GameSpec, Message, get_game
+from game_registry import AgentError, Game, GameSpec, Message, get_game
 from pipeline import sandbox
-from pipeline.files import InputError, resolved
-from pipeline.sandbox import INSIDE, PYTHON, Isolation, Limits
+from pipeline.files import resolved
+from pipeline.remote_worker import ROOT, EnvironmentFault, Source, Worker, WorkerGone
+from pipeline.sandbox import Limits
 from tool_calls import Action, ToolSchema
 
-ROOT = Path(__file__).resolve().parents[1]
 WORKER_LIMITS = Limits(cpu_s=None, memory_mb=2048, processes=16, file_mb=1, tmp_mb=16)
-START_TIMEOUT_S = 60.0  # imports on a loaded machine
 STEP_TIMEOUT_S = 10.0  # a step takes microseconds; this one hangs
-MAX_LINE_BYTES = 32 << 20  # a longer reply is a flood
-
-
-class EnvironmentFault(RuntimeError):
-    """Environment code raised, crashed, hung or flooded; the text says which."""
-
-
-class WorkerGone(AgentError):
-    """Another episode took this one's worker down. Outcome kind ``worker``: collect it again."""
-
-    def __init__(self, detail: str) -> None:
-        super().__init__("worker", detail)
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """Where an environment comes from: one file, or a registered name."""
-
-    file: Path | None
-    name: str | None
-
-    @classmethod
-    def of(cls, path_or_name: str | os.PathLike[str], name: str | None = None) -> Source:
-        """A path when it looks like one (a suffix ``.py`` or a separator), else a registered name."""
-        text = os.fspath(path_or_name)
-        if not (text.endswith(".py") or os.sep in text):
-            return cls(None, text)
-        path = resolved(text, "environment file")
-        if not path.is_file():
-            raise InputError(
-                f"environment file {text}: not found; give a capability_<name>_game.py or a registered name"
-            )
-        return cls(path, name)
-
-    def inside(self) -> tuple[str | None, list[tuple[str, str]]]:
-        """The path of the file as the worker sees it, and what must be bound for it."""
-        names = ["game_registry.py", "tool_calls.py", "pipeline/game_worker.py"]
-        shipped = self.file is not None and self.file.parent == ROOT / "games"
-        if self.file is None:
-            names += ["games", *(p.name for p in sorted(ROOT.glob("capability_*_game.py")))]
-        elif shipped:
-            names.append("games")  # shipped environments share modules
-        binds = sandbox.project_binds(*names)
-        if self.file is None:
-            return None, binds
-        path = f"{INSIDE}/games/{self.file.name}" if shipped else f"{INSIDE}/environment/{self.file.name}"
-        return path, binds if shipped else [*binds, (str(self.file), path)]
-
-
-def _modules_from_variable() -> tuple[list[str], list[str], list[tuple[str, str]]]:
-    """Modules of TRACE_GAME_MODULES, and folders and binds that make them importable inside; none is imported here."""
-    modules = [m.strip() for m in os.environ.get("TRACE_GAME_MODULES", "").split(",") if m.strip()]
-    binds = []
-    for top in sorted({m.split(".")[0] for m in modules}):
-        found = importlib.util.find_spec(top)
-        if found is None or found.origin is None:
-            raise InputError(f"TRACE_GAME_MODULES: {top}: not found; install it or add its folder to PYTHONPATH")
-        origin = Path(found.origin)
-        path = origin.parent if found.submodule_search_locations else origin
-        binds.append((str(path), f"{INSIDE}/modules/{path.name}"))
-    return modules, [f"{INSIDE}/modules"] if modules else [], binds
-
-
-class Worker:
-    """One sandboxed process. ``request`` is a call over its pipe with a deadline; one at a time."""
-
-    def __init__(
-        self, source: Source, isolation: Isolation, limits: Limits, *, hash_seed: str, audit: bool, packages: bool
-    ):
-        inside = isolation.kind == "bwrap"
-        self.home = INSIDE if inside else str(ROOT)
-        modules, folders, binds = _modules_from_variable() if source.file is None else ([], [], [])
-        file, files = source.inside()
-        binds += files
-        if packages:
-            binds.append((sysconfig.get_paths()["purelib"], f"{INSIDE}/packages"))
-            folders.append(f"{INSIDE}/packages")
-        if not inside:  # everything is visible where it is
-            folders = sorted({str(Path(path).parent) for path, target in binds if "/modules/" in target})
-            folders += [path for path, target in binds if target.endswith("/packages")]
-            file = str(source.file) if source.file is not None else None
-        self._binds = {target: outside for outside, target in binds}
-        self.process = sandbox.start(
-            # -P -s and not -I: the variables below are wanted, the current folder and user packages are not
-            [PYTHON, "-P", "-s", "-B", f"{self.home}/pipeline/game_worker.py"],
-            isolation=isolation,
-            limits=limits,
-            binds=binds,
-            environment={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": self.home},
-        )
-        self._lock = threading.Lock()
-        self._buffer = b""
-        assert self.process.stdout is not None
-        self._poll = select.poll()
-        self._poll.register(self.process.stdout.fileno(), select.POLLIN | select.POLLHUP)
-        self.gone: str | None = None
-        # environments that nobody holds any more; the worker hears of them with the next request
-        self.dropped: list[int] = []
-        options: dict[str, Any] = {"file": file, "name": source.name, "modules": modules, "folders": folders}
-        try:
-            self.metadata = self.request("load", timeout_s=START_TIMEOUT_S, audit=audit, **options)
-        except EnvironmentFault as error:
-            self.close()
-            raise GameError(f"environment {source.file or source.name}: {error}") from None
-
-    def outside(self, inside: str) -> Path:
-        """The path out here of a file that the worker names."""
-        for target, path in self._binds.items():
-            if inside == target or inside.startswith(target + "/"):
-                return Path(path + inside[len(target) :])
-        return Path(inside)
-
-    def request(
-        self,
-        op: str,
-        *,
-        timeout_s: float = STEP_TIMEOUT_S,
-        user_llm: Callable[..., str] | None = None,
-        **arguments: Any,
-    ) -> Any:
-        """Send one request and wait for its reply.
-
-        Raises:
-            EnvironmentFault: environment code raised, or the worker died, hung or flooded because of this request.
-            WorkerGone: the worker was already dead.
-        """
-        with self._lock:
-            if self.gone is not None:
-                raise WorkerGone(self.gone)
-            drop, self.dropped = self.dropped, []
-            self._write({"op": op, "drop": drop, **arguments})
-            while True:
-                reply = self._read(op, timeout_s)
-                if "user_llm" not in reply:
-                    break
-                self._answer_user(reply["user_llm"], user_llm)
-        if "fault" in reply:
-            raise EnvironmentFault(reply["fault"])
-        return reply["ok"]
-
-    def _answer_user(self, messages: Any, user_llm: Callable[..., str] | None) -> None:
-        if user_llm is None:
-            raise self._dead("it asked for a user simulator, and none was given")
-        try:
-            self._write({"text": user_llm(messages)})
-        except AgentError as error:
-            # the environment cannot go on, and its state is of no more use
-            self.close("the user simulator of an episode failed")
-            raise error from None
-
-    def _write(self, data: Any) -> None:
-        assert self.process.stdin is not None
-        view = memoryview(json.dumps(data).encode() + b"\n")
-        try:
-            while view:
-                view = view[os.write(self.process.stdin.fileno(), view) :]
-        except OSError:
-            raise self._dead("it ended") from None
-
-    def _read(self, op: str, timeout_s: float) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        deadline = time.monotonic() + timeout_s
-        chunks = [self._buffer]
-        size = len(self._buffer)
-        while not chunks[-1].count(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not self._poll.poll(left * 1000):
-                raise self._dead(f"{op} took longer than {timeout_s:g} s")
-            chunk = os.read(self.process.stdout.fileno(), 1 << 20)
-            size += len(chunk)
-            if not chunk:
-                raise self._dead(f"it ended during {op}")
-            if size > MAX_LINE_BYTES:
-                raise self._dead(f"{op} returned more than {MAX_LINE_BYTES >> 20} MiB")
-            chunks.append(chunk)
-        line, _, self._buffer = b"".join(chunks).partition(b"\n")
-        try:
-            reply = json.loads(line)
-        except ValueError:
-            raise self._dead(f"{op} returned no JSON") from None
-        if not isinstance(reply, dict) or not reply.keys() & {"ok", "fault", "user_llm"}:
-            raise self._dead(f"{op} returned {str(reply)[:60]!r}")
-        return reply
-
-    def _dead(self, reason: str) -> EnvironmentFault:
-        self.close(reason)
-        code = self.process.returncode
-        how = f" (exit {code})" if code not in (None, -9) else ""
-        how = " (more memory than its limit)" if self.process.over_memory else how
-        return EnvironmentFault(f"the environment's worker was lost: {reason}{how}")
-
-    def close(self, reason: str = "closed") -> None:
-        self.gone = self.gone or reason
-        sandbox.kill(self.process)
+MAX_STEPS = 10_000  # a longer episode is a mistake in max_steps, or never ends
+__all__ = ["EnvironmentFault", "RemoteGame", "SandboxedEnvironment", "WorkerGone", "resolve_game", "sandboxed_spec"]
 
 
 class SandboxedEnvironment:
@@ -312,7 +114,9 @@ class SandboxedEnvironment:
             return self._start()
 
     def oracle(self, seed: int) -> Sequence[Action]:
-        actions: list[Action] = self._ask("oracle", seed=seed)
+        actions = self._ask("oracle", seed=seed)
+        if not isinstance(actions, list):
+            raise AgentError("environment", f"oracle: expected a list of actions, found {actions!r:.60}")
         return actions
 
     def _extract(self, text: str) -> str | None:
@@ -348,6 +152,9 @@ def _close_all(workers: list[Worker]) -> None:
         worker.close()
 
 
+STATE: dict[str, type] = {"messages": list, "n": int, "done": bool, "max_steps": int, "us": int}
+
+
 class RemoteGame:
     """The ``Game`` contract over a worker's pipe: one message per step, everything else from what it brought."""
 
@@ -374,8 +181,8 @@ class RemoteGame:
         if self._worker is None or self._worker.gone is not None:
             shared = self._user_llm is None
             self._worker = self._owner.worker() if shared else self._owner.exclusive_worker()
-            self._env = self._ask("new")["env"]
-        reply = self._ask("reset", env=self._env, seed=seed)
+            self._env = self._ask_for({"env": int}, "new")["env"]
+        reply = self._ask_for({"system": object, "tools": list, **STATE}, "reset", env=self._env, seed=seed)
         self._system, self._tools, self._messages = reply["system"], reply["tools"], []
         self._take(reply)
 
@@ -389,7 +196,7 @@ class RemoteGame:
         return list(self._messages)
 
     def step(self, action_json: str) -> None:
-        reply = self._ask("step", env=self._env, action=action_json)
+        reply = self._ask_for(STATE, "step", env=self._env, action=action_json)
         self._take(reply)
         if self._owner.step_us is not None:
             self._owner.step_us.append(reply["us"])
@@ -403,6 +210,16 @@ class RemoteGame:
         kept = reply["n"] - len(reply["messages"])
         self._messages = [*self._messages[:kept], *reply["messages"]]
         self._done, self._max_steps = reply["done"], reply["max_steps"]
+
+    def _ask_for(self, fields: dict[str, type], op: str, **arguments: Any) -> dict[str, Any]:
+        """A reply that has these fields; an environment that writes to its worker's pipe can send any other."""
+        reply = self._ask(op, **arguments)
+        for key, kind in fields.items():
+            if not isinstance(reply, dict) or not isinstance(reply.get(key), kind):
+                raise EnvironmentFault(f"{op}: {key} must be {kind.__name__}, found {str(reply)[:60]!r}")
+        if "max_steps" in fields and not 0 <= reply["max_steps"] <= MAX_STEPS:
+            raise EnvironmentFault(f"max_steps must be at most {MAX_STEPS}, found {reply['max_steps']}")
+        return dict(reply)
 
     def _ask(self, op: str, **arguments: Any) -> Any:
         if self._worker is None:

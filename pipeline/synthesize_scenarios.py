@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import os
 import random
 import sys
@@ -26,12 +27,13 @@ from game_registry import Scored, play
 from pipeline import sandbox
 from pipeline.command_line import Parser, ProgressLine, non_negative_int, positive_int
 from pipeline.endpoint import Endpoint
-from pipeline.files import InputError, JsonlLog, ServerError, check, read_json, read_jsonl, resolved, run_cli
+from pipeline.files import InputError, JsonlLog, ServerError, read_json, resolved, run_cli
 from pipeline.mutate_scenario import mutate
 from pipeline.sandbox import Isolation
-from pipeline.scenarios import Scenario, load_scenarios, parse_scenario, save_scenarios, scenario_path
+from pipeline.scenarios import Scenario, load_scenarios, parse_scenario, scenario_path
 from pipeline.swe_game import scenario_spec
 from pipeline.swe_grading import self_test
+from pipeline.synthesis_log import Progress, Try, log_path, read_log, summary, write_accepted
 from pipeline.templates import render
 from pipeline.text_client import Sampling, TextClient, text_agent
 
@@ -61,37 +63,41 @@ class Plan:
     candidates: tuple[Scenario, ...] = ()  # scenarios to measure in place of written ones, one per try
 
 
-@dataclasses.dataclass
-class Try:
-    """One try, as it is logged. ``measured`` holds a pass rate for each sample, in the order they were drawn."""
-
-    index: int
-    outcome: str = "unparsed"  # unparsed | unsound | unsolved | too_easy | unconfirmed | accepted
-    problems: list[str] = dataclasses.field(default_factory=list)
-    revisions: int = 0
-    mutations: list[str] = dataclasses.field(default_factory=list)
-    measured: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    scenario: dict[str, Any] | None = None
-    answer: str = ""
-
-
 class Synthesis:
     """The loop, with the model that writes and the model that solves."""
 
     def __init__(self, plan: Plan, writer: TextClient, solver: TextClient, isolation: Isolation) -> None:
         self.plan, self.writer, self.solver, self.isolation = plan, writer, solver, isolation
 
+    def settings(self) -> dict[str, Any]:
+        """What a try depends on, as it is logged with each."""
+        plan = self.plan
+        writer = {"model": self.writer.endpoint.model, **dataclasses.asdict(plan.writing)}
+        solver = {"model": self.solver.endpoint.model, **dataclasses.asdict(plan.solving)}
+        out: dict[str, Any] = {"capability": plan.capability, "writer": None if plan.candidates else writer}
+        out |= {"solver": solver, "rollouts": plan.rollouts, "max_pass_rate": plan.max_pass_rate}
+        return out | {
+            "revisions": plan.revisions,
+            "mutations": plan.mutations,
+            "seed": plan.seed,
+            "isolation": self.isolation.kind,
+        }
+
     async def attempt(self, index: int, existing: Sequence[str]) -> Try:
         """One try, from the request to the verdict."""
-        record = Try(index)
+        record = Try(index, self.settings())
         scenario = await self._write(record, existing)
         if scenario is None:
             return record
         rng = random.Random(f"{self.plan.seed}:{index}")
         rate = await self._measure(record, scenario, "first")
+        if record.measured[0]["no_room"] == self.plan.rollouts:
+            record.outcome = "unsound"
+            record.problems = [f"the task leaves no room for an answer of {self.plan.solving.max_tokens} tokens"]
+            return record
         while rate > self.plan.max_pass_rate and len(record.mutations) < self.plan.mutations:
             mutated = await asyncio.to_thread(mutate, scenario, rng, None, self.isolation)
-            if mutated is None:
+            if mutated is None or mutated[0].name in existing:
                 break
             scenario, strategy = mutated
             record.mutations.append(strategy)
@@ -104,8 +110,7 @@ class Synthesis:
         if not 0 < fresh <= self.plan.max_pass_rate:
             record.outcome = "unconfirmed"
             return record
-        sampling = {"model": self.solver.endpoint.model, **dataclasses.asdict(self.plan.solving)}
-        measured = {"pass_rate": fresh, "n_rollouts": self.plan.rollouts, "sampling": sampling}
+        measured = {"pass_rate": fresh, "n_rollouts": self.plan.rollouts, "sampling": record.settings["solver"]}
         record.scenario = scenario.model_copy(update=measured).model_dump(exclude_none=True)
         record.outcome = "accepted"
         return record
@@ -126,23 +131,23 @@ class Synthesis:
         messages: list[dict[str, Any]] = [{"role": "user", "content": request}]
         seed = self.plan.seed * 100_003 + record.index * 101
         for revision in range(self.plan.revisions + 1):
-            record.revisions = revision
             completion = await self.writer.complete(messages, self.plan.writing, seed + revision)
-            record.answer = completion.text
-            scenario, problems = await self._judge(completion.text, completion.finish_reason, existing)
-            record.problems = problems
-            if scenario is not None and not problems:
+            if completion.finish_reason == "context":
+                if not revision:
+                    raise InputError(_no_room(self.plan.writing.max_tokens))
+                record.problems.append("no room for a revision in the writer's context")
+                break
+            record.revisions = revision
+            scenario, record.problems = await self._judge(completion.text, completion.finish_reason, existing)
+            answer = {"seed": seed + revision, "problems": record.problems}
+            record.answers.append({**dataclasses.asdict(completion), **answer})
+            if scenario is not None and not record.problems:
                 return scenario
             record.outcome = "unparsed" if scenario is None else "unsound"
-            complaint = "These checks failed:\n" + "\n".join(f"- {p}" for p in problems)
+            complaint = "These checks failed:\n" + "\n".join(f"- {p}" for p in record.problems)
             complaint += "\n\nAnswer with the whole corrected JSON object, and nothing else."
-            messages += [
-                {"role": "assistant", "content": completion.text},
-                {
-                    "role": "user",
-                    "content": f"{complaint}\n\nAnswer with the whole corrected JSON object, and nothing else.",
-                },
-            ]
+            messages.append({"role": "assistant", "content": completion.text})
+            messages.append({"role": "user", "content": complaint})
         return None
 
     async def _given(self, record: Try, existing: Sequence[str]) -> Scenario | None:
@@ -173,59 +178,29 @@ class Synthesis:
         gate = asyncio.Semaphore(self.plan.concurrency)
         base = (self.plan.seed * 1009 + record.index) * 10_007 + len(record.measured) * 1013
 
-        async def rollout(number: int) -> tuple[float, bool]:
+        async def rollout(number: int) -> tuple[float, bool, bool]:
             async with gate:
                 agent = text_agent(self.solver, self.plan.solving, base + number * 17)
                 result = await play(spec, spec.make_env(), agent, 0)
                 if not isinstance(result.outcome, Scored):
                     raise ServerError(f"rollout {number} of {scenario.name}: {result.outcome.detail}")
-                return result.outcome.reward, result.truncated_turns > 0
+                no_room = result.finish_reason == "context" and result.turns == 0
+                return result.outcome.reward, result.truncated_turns > 0, no_room
 
         results = await asyncio.gather(*(rollout(n) for n in range(self.plan.rollouts)))
-        rewards = [reward for reward, _ in results]
+        rewards = [reward for reward, _, _ in results]
         rate = sum(r >= 1.0 for r in rewards) / len(rewards)
-        truncated = sum(cut for _, cut in results) / len(results)
-        record.measured.append({"sample": which, "pass_rate": rate, "rewards": rewards, "truncated": truncated})
+        sample = {"sample": which, "name": scenario.name, "pass_rate": rate, "rewards": rewards, "seed": base}
+        sample["truncated"] = sum(cut for _, cut, _ in results) / len(results)
+        record.measured.append({**sample, "no_room": sum(none for _, _, none in results)})
         return rate
 
 
-# --------------------------------------------------------------------------- log and output
-
-
-@dataclasses.dataclass
-class Progress:
-    """What the log says: tries made, scenarios accepted."""
-
-    tries: int
-    accepted: list[Scenario]
-    outcomes: dict[str, int]
-
-
-def read_log(path: Path) -> Progress:
-    """The state of an earlier run.
-
-    Raises:
-        InputError: the log is not ours.
-    """
-    progress = Progress(0, [], {})
-    if not path.exists():
-        return progress
-    for number, raw in enumerate(read_jsonl(path, "log", torn_tail_ok=True), 1):
-        if not isinstance(raw, dict) or raw.get("index") != progress.tries or not isinstance(raw.get("outcome"), str):
-            raise InputError(f"log {path} line {number}: expected try {progress.tries}; choose another --output")
-        progress.tries += 1
-        progress.outcomes[raw["outcome"]] = progress.outcomes.get(raw["outcome"], 0) + 1
-        if raw["outcome"] == "accepted":
-            progress.accepted.append(check(Scenario, raw["scenario"], f"log {path} line {number}"))
-    return progress
-
-
-def _write_accepted(output: Path, accepted: Sequence[Scenario]) -> None:
-    """The accepted scenarios behind those that the file already has (written by hand, or by another run)."""
-    names = {s.name for s in accepted}
-    before = [s for s in load_scenarios(output) if s.name not in names] if output.exists() else []
-    if before or accepted:
-        save_scenarios(output, [*before, *accepted])
+def _no_room(max_tokens: int) -> str:
+    return (
+        f"the request leaves no room for an answer of {max_tokens} tokens in the writer's context; "
+        "lower --write-max-tokens or serve the model with a longer context"
+    )
 
 
 async def synthesize(plan: Plan, writer: Endpoint, solver: Endpoint, output: Path, isolation: Isolation) -> Progress:
@@ -234,24 +209,22 @@ async def synthesize(plan: Plan, writer: Endpoint, solver: Endpoint, output: Pat
     Raises:
         ServerError: an endpoint stays dead; tries that were finished are in the log.
     """
-    log_path = output.with_name(f"{output.stem}.attempts.jsonl")
-    progress = read_log(log_path)
     line = ProgressLine(f"{plan.capability}: tries", plan.max_tries)
-    line.advance(progress.tries)
     async with TextClient(writer) as write_client, TextClient(solver) as solve_client:
         synthesis = Synthesis(plan, write_client, solve_client, isolation)
-        with JsonlLog(log_path) as log:
+        with JsonlLog(log_path(output)) as log:  # its lock first: what is read then stays as it is
+            progress = read_log(log_path(output), synthesis.settings())
+            line.advance(progress.tries)
             while progress.tries < plan.max_tries and len(progress.accepted) < plan.accept:
                 taken = [s.name for s in load_scenarios(output)] if output.exists() else []
                 record = await synthesis.attempt(progress.tries, sorted({*taken, *(s.name for s in progress.accepted)}))
-                log.append(dataclasses.asdict(record))
-                progress.tries += 1
-                progress.outcomes[record.outcome] = progress.outcomes.get(record.outcome, 0) + 1
+                log.append(record.logged())
+                progress.count(record.outcome, record.problems)
                 if record.outcome == "accepted":
                     progress.accepted.append(Scenario.model_validate(record.scenario))
-                    _write_accepted(output, progress.accepted)
+                    write_accepted(output, progress.accepted)
                 line.advance(note=f"{len(progress.accepted)} accepted, last: {record.outcome}")
-    _write_accepted(output, progress.accepted)  # a run that was killed between log and file
+            write_accepted(output, progress.accepted)  # a run that was killed between log and file
     line.close(f"{len(progress.accepted)} accepted")
     return progress
 
@@ -293,14 +266,14 @@ def _parser() -> Parser:
     add("--max-tries", type=positive_int, default=60, help="stop after this many tries")
     add("--rollouts", type=positive_int, default=10, help="rollouts in one sample")
     add("--max-pass-rate", type=float, default=0.5, help="accept at a pass rate above 0 and at most this")
-    add("--revisions", type=int, default=2, help="times that the writer may correct a scenario")
-    add("--mutations", type=int, default=5, help="rounds of mutation for a scenario that is too easy")
+    add("--revisions", type=non_negative_int, default=2, help="times that the writer may correct a scenario")
+    add("--mutations", type=non_negative_int, default=5, help="rounds of mutation for a scenario that is too easy")
     add("--temperature", type=float, default=1.0, help="temperature of both models")
     add("--write-max-tokens", type=positive_int, default=8192, help="longest answer of the writer")
     add("--solve-max-tokens", type=positive_int, default=2048, help="longest answer of the solver")
     add("--concurrency", type=positive_int, default=10, help="rollouts at a time")
     add("--timeout-s", type=float, default=300.0, help="deadline of one request")
-    add("--retries", type=int, default=5, help="attempts after the first, for one request")
+    add("--retries", type=non_negative_int, default=5, help="attempts after the first, for one request")
     add("--seed", type=non_negative_int, default=0, help="seed of sampling and mutation")
     add("--isolation", default="auto", choices=("auto", "bwrap", "process"), help="how modules are shut in")
     return parser
@@ -310,6 +283,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if not 0 < args.max_pass_rate <= 1:
         raise InputError(f"--max-pass-rate {args.max_pass_rate}: expected a number above 0 and at most 1")
+    if not (math.isfinite(args.temperature) and args.temperature >= 0):
+        raise InputError(f"--temperature {args.temperature}: expected a number >= 0")
+    if not (math.isfinite(args.timeout_s) and args.timeout_s > 0):
+        raise InputError(f"--timeout-s {args.timeout_s}: expected seconds > 0")
     isolation = sandbox.find_isolation(args.isolation)
     candidates = tuple(load_scenarios(args.candidates)) if args.candidates else ()
     if args.candidates and (args.output is None or resolved(args.output) == resolved(args.candidates)):
@@ -321,8 +298,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_tries=min(args.max_tries, len(candidates)) if candidates else args.max_tries,
         rollouts=args.rollouts,
         max_pass_rate=args.max_pass_rate,
-        revisions=max(0, args.revisions),
-        mutations=max(0, args.mutations),
+        revisions=args.revisions,
+        mutations=args.mutations,
         writing=Sampling(args.temperature, args.write_max_tokens),
         solving=Sampling(args.temperature, args.solve_max_tokens),
         seed=args.seed,
@@ -334,10 +311,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     writer = Endpoint(args.base_url, args.model, **patience)
     solver = Endpoint(args.solver_base_url or args.base_url, args.solver_model or args.model, **patience)
     output = Path(args.output) if args.output else scenario_path(args.capability)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    if output.is_dir():
+        raise InputError(f"--output {output}: expected a file, found a folder")
     progress = asyncio.run(synthesize(plan, writer, solver, output, isolation))
-    counts = ", ".join(f"{name} {count}" for name, count in sorted(progress.outcomes.items()))
-    sys.stdout.write(f"{len(progress.accepted)} accepted in {progress.tries} tries ({counts or 'none'}) -> {output}\n")
+    sys.stdout.write(summary(progress, output))
     return 0 if len(progress.accepted) >= plan.accept else 1
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 
 from game_registry import Agent, AgentError, Message, Reply, Turn
 from pipeline.endpoint import Again, EndpointClient
 from pipeline.files import ServerError
 
+# vLLM's refusals (HTTP 400) of a conversation that leaves no room for an answer
+_NO_ROOM = re.compile(r"HTTP 400: .*(maximum context length|max_(completion_)?tokens.{0,60}too large)", re.DOTALL)
+
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """``finish_reason`` is ``stop`` or ``length``: a cut answer is the model's, not a fault of the server."""
+    """``finish_reason`` is ``stop``, ``length``, or ``context`` when the conversation leaves no room for an answer:
+    all of them the model's, none a fault of the server."""
 
     text: str
     finish_reason: str
@@ -47,7 +52,12 @@ class TextClient(EndpointClient):
         async def attempt(_: int) -> Completion:
             return _read(await self.post(body))
 
-        return await self.repeat(attempt)
+        try:
+            return await self.repeat(attempt)
+        except ServerError as error:
+            if _NO_ROOM.search(str(error)):
+                return Completion("", "context")
+            raise
 
 
 def _read(text: str) -> Completion:
@@ -59,7 +69,8 @@ def _read(text: str) -> Completion:
         raise Again(f"expected a chat completion, found {text[:80]!r}") from None
     if content is not None and not isinstance(content, str):
         raise Again(f"expected text, found {content!r:.60}")
-    return Completion(content or "", str(reason))
+    # a server that cuts an answer between two halves of a character sends one half; no file can hold that
+    return Completion((content or "").encode("utf-8", "replace").decode(), str(reason))
 
 
 def text_agent(client: TextClient, sampling: Sampling, seed: int) -> Agent:

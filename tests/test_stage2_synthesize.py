@@ -18,7 +18,8 @@ from pipeline.files import InputError, ServerError
 from pipeline.scenarios import load_scenarios, save_scenarios, static_problems
 from pipeline.swe_game import oracle_text, scenario_spec
 from pipeline.swe_grading import Grade
-from pipeline.synthesize_scenarios import main, read_log
+from pipeline.synthesis_log import read_log
+from pipeline.synthesize_scenarios import main
 from pipeline.text_client import Sampling, TextClient, text_agent
 
 Body = dict[str, Any]

@@ -28,7 +28,7 @@ from game_registry import (
     play_sync,
     scripted_agent,
 )
-from pipeline import remote_game, sandbox
+from pipeline import remote_worker, sandbox
 from pipeline.files import InputError
 from pipeline.panel_policies import random_calls
 from pipeline.remote_game import EnvironmentFault, RemoteGame, SandboxedEnvironment, sandboxed_spec
@@ -265,7 +265,7 @@ def test_crash_and_hang_are_typed_and_followed_by_a_fresh_worker(
 
 
 def test_a_flood_of_output_is_a_fault(changed: Change, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_game, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(remote_worker, "MAX_LINE_BYTES", 1 << 20)
     file = changed(('"user", "Please do it with the tools.")', '"user", "x" * (3 << 20))'))
     with SandboxedEnvironment(file, isolation=ISOLATION) as environment:
         result = play_sync(environment.spec, environment.spec.make_env(), random_text, 0)
@@ -313,7 +313,7 @@ def test_bad_sources(tmp_path: Path) -> None:
 
 
 def test_a_module_that_hangs_on_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_game, "START_TIMEOUT_S", 0.7)
+    monkeypatch.setattr(remote_worker, "START_TIMEOUT_S", 0.7)
     (tmp_path / "slow.py").write_text("while True:\n    pass\n")
     with pytest.raises(GameError, match="longer than"):
         SandboxedEnvironment(tmp_path / "slow.py", isolation=ISOLATION)
