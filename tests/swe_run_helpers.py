@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from scripted_server import ScriptedServer
 
 ROOT = Path(__file__).resolve().parents[1]
 PHASES = ROOT / "swebench" / "qwen3.6_self_trace"
@@ -76,6 +77,30 @@ def phase(script: str, config: Path, run_dir: Path, *flags: str) -> subprocess.C
     """One phase as a command."""
     line = command(script, config, run_dir, *flags)
     return subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=240, cwd=ROOT)
+
+
+def phase_6_of_routed(url: str, checkpoint: Path, base: str, context: int, tmp: Path) -> Path:
+    """Phase 1 with a scripted base that hands in nothing, then phase 6 of a routed folder that is served at ``url``;
+    the run folder."""
+    empty = "```mswea_bash_command\necho COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```"
+    small = {"base_config": "configs/swebench_small_agent.yaml", "model_class": "litellm_textbased", "step_limit": 2}
+    with ScriptedServer(chat=lambda *_: empty, max_model_len=context) as server:
+        data = settings_data(
+            server.url,
+            mine_score="1:999",
+            dataset={"instances": ["mini__ledger-1"]},
+            sampling={"max_tokens": 32},
+            agent=small,
+            training={"base_model": base},
+        )
+        config = write_config(tmp, data)
+        first = phase("phase1_baseline_eval.py", config, tmp / "run")
+    assert first.returncode == 0, first.stderr
+    line = command("phase6_final_eval.py", config, tmp / "run", "--checkpoint", str(checkpoint))
+    env = environment() | {"VLLM_BASE_URL": url}
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return tmp / "run"
 
 
 def read(path: Path) -> Any:

@@ -21,6 +21,7 @@ import pytest
 import torch
 from conftest import stop_group, wait_for_health
 from scripted_server import free_port
+from swe_run_helpers import needs_agents, phase_6_of_routed, read
 from test_stage1_run_agent import mini_program
 
 from pipeline.records import read_summaries
@@ -274,3 +275,19 @@ def test_mini_swe_agent_on_the_routed_model(server: tuple[str, str], tmp_path: P
     (record,) = read_summaries(summaries)
     assert record.task_id == "toy__toy-1" and record.outcome == "failed"
     assert "LimitsExceeded without a patch" in record.reason
+
+
+@needs_agents
+def test_phase_6_of_the_swe_bench_run_has_the_routed_model_in_its_table(
+    server: tuple[str, str], exported: Path, smollm2: Path, tmp_path: Path
+) -> None:
+    """As a checkpoint like any other: the agent, instances and limits of phase 1, found by its folder."""
+    if server[1] != "bfloat16":
+        pytest.skip("once is enough")
+    run = phase_6_of_routed(server[0], exported, str(smollm2), context=1024, tmp=tmp_path)
+    base, routed = read(run / "phase6" / "comparison.json")["systems"]
+    assert (base["name"], routed["name"], routed["model"]) == ("base", exported.name, "routed")
+    assert base["ends"]["empty_patch"] == 1 and routed["pass_at_1"]["n"] == 1
+    summary = read(run / "phase6" / exported.name / "summary.json")
+    assert summary["agents"]["model_calls"] >= 1 and summary["account"]["shares"]["error"]["value"] == 0
+    assert summary["protocol"]["server"] == {"max_model_len": 1024}

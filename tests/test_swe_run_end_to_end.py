@@ -6,6 +6,7 @@ One test starts it against a real vLLM server of SmolLM2.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import run_evaluation
 import run_server
 import yaml
 from run_accounting import Account
+from run_dataset import frozen
 from run_declared import read_declared
 from run_folder import RunFolder
 from run_scripted_model import MAX_MODEL_LEN
@@ -155,6 +157,24 @@ def test_phase_6_compares_on_the_score_part(base: Base) -> None:
     loaded = base.server.calls("/v1/load_lora_adapter")[-1]
     assert loaded["lora_name"].startswith("swebench_miniature.trained.") and not base.server.adapters, "unloaded again"
     assert (base.folder.evaluation("trained") / "report.json").exists()
+
+
+@needs_agents
+def test_a_resolved_instance_made_by_hand_is_found_by_the_official_code(base: Base, tmp_path: Path) -> None:
+    """Summary, report and the harness' own file agree, and the tests' output says something else."""
+    out = tmp_path / "phase1"
+    shutil.copytree(base.folder.phase1, out)
+    (raw,) = out.glob(f"grading/logs/run_evaluation/*/*/{SEMRANGE}/report.json")
+    for path in (out / "report.json", raw):
+        data = read(path)
+        data[SEMRANGE]["resolved"] = True
+        path.write_text(json.dumps(data))
+    summary = run_evaluation.read_summary(out / "summary.json")
+    value = Account(summary.ends | {SEMRANGE: "resolved"})
+    forged = summary.model_copy(update={"ends": value.ends, "account": value.to_json()})
+    (out / "summary.json").write_text(forged.model_dump_json())
+    with pytest.raises(InputError, match=f"does not follow from the tests' output for {SEMRANGE}"):
+        run_evaluation.verified_summary(out / "summary.json", load_settings(base.config), frozen(base.folder))
 
 
 @needs_agents

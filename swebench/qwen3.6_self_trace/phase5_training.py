@@ -35,8 +35,9 @@ from run_folder import DryRun, RunFolder, open_phase
 from run_settings import RunSettings
 from steps import Step, run_steps
 
+from game_registry import GameError
 from pipeline.files import InputError, read_jsonl, run_cli, write_json, write_text
-from pipeline.remote_game import GameError, SandboxedEnvironment
+from pipeline.remote_game import SandboxedEnvironment
 from pipeline.validate_environment import content_hash
 
 PHASE4 = "phase4_env_validation.py"

@@ -169,7 +169,7 @@ class PlanSettings(SettingsModel):
     observation_tokens: float = Field(600.0, gt=0)
     command_s: float = Field(5.0, ge=0)  # of a step, outside the model
     grade_s: float = Field(120.0, ge=0)  # of an instance in the official harness
-    instance_disk_gib: float = Field(1.0, ge=0)  # of one container image, beyond shared layers; an assumption
+    instance_disk_gib: float = Field(1.0, ge=0)  # of one image beyond shared layers; an assumption (README)
     trajectory_tokens: float = Field(12_000.0, gt=0)  # of a trajectory as the labeller reads it
     answer_tokens: float = Field(600.0, gt=0)
     capabilities: Count = 2

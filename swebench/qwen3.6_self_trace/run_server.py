@@ -190,7 +190,10 @@ def running(settings: RunSettings, log: Path, model: str | None = None) -> Itera
         _wait(process, settings, log)
         sys.stdout.write(f"server {url}: healthy\n")
         sys.stdout.flush()
-        yield process.pid
+        try:
+            yield process.pid
+        except ServerError as error:
+            raise ServerError(f"{error}; its log is {log}") from None
     finally:
         stop(process)
 
