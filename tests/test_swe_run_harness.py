@@ -14,13 +14,12 @@ import pytest
 import run_agent_config
 import run_checks
 import run_dataset
-import run_declared
 import run_grading
 from run_agents import AgentRun
 from run_checks import backend_ready, disk_ready
 from run_folder import RunFolder
 from run_settings import RunSettings, load_settings
-from swe_run_helpers import MINIATURE, needs_agents, settings_data
+from swe_run_helpers import build_miniature, needs_agents, settings_data
 
 from pipeline.files import InputError, ServerError
 
@@ -61,7 +60,7 @@ class Case:
 
     def __init__(self, tmp: Path, patches: dict[str, str], **sections: Any) -> None:
         self.tmp, self.folder = tmp, RunFolder(tmp / "run")
-        rows = run_dataset.checked_rows(run_declared.build(MINIATURE, self.folder.root / "repositories"), "rows")
+        rows = run_dataset.checked_rows(build_miniature(self.folder.root / "repositories"), "rows")
         self.instances = [i for i in rows if i.instance_id[-1] in patches]
         self.out = self.folder.phase1
         self.out.mkdir(parents=True)
@@ -92,6 +91,19 @@ def test_the_harness_grades_the_frozen_data_set(tmp_path: Path) -> None:
     assert flags["--timeout"] == "60" and arguments[-3:] == [i.instance_id for i in case.instances]
     keyed = json.loads((case.out / "report.json").read_text())
     assert keyed["mini__ledger-1"]["resolved"] is True and set(keyed) == {"mini__ledger-1", "mini__pathroute-2"}
+
+
+def test_two_runs_on_one_docker_host_have_containers_of_different_names(tmp_path: Path) -> None:
+    """The harness removes a container of the name that it wants: another run's, in the middle of its tests."""
+    names = []
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir()
+        case = Case(tmp_path / place, {"1": "good"}, agent={"python": harness(tmp_path / place)})
+        for _ in range(2):  # the second call goes on in the same logs
+            assert case.grade() == {"1": True}
+            arguments = json.loads((case.out / "grading" / "arguments.json").read_text())
+            names.append(arguments[arguments.index("--run_id") + 1])
+    assert names[0] == names[1] != names[2] == names[3] and all(name.startswith("trace-") for name in names)
 
 
 def test_a_new_patch_of_an_instance_is_graded_anew(tmp_path: Path) -> None:

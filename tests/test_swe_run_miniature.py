@@ -14,7 +14,7 @@ import run_declared
 import run_grading
 from run_folder import RunFolder, make_split
 from run_settings import RunSettings
-from swe_run_helpers import MINIATURE, needs_agents, settings_data
+from swe_run_helpers import MINIATURE, build_miniature, needs_agents, settings_data
 
 from pipeline.files import InputError
 
@@ -81,7 +81,7 @@ def test_commits_are_the_same_everywhere(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_rows_are_in_the_official_format(tmp_path: Path) -> None:
-    rows = run_declared.build(MINIATURE, tmp_path)
+    rows = build_miniature(tmp_path)
     for instance in run_dataset.checked_rows(rows, "rows"):
         have = instance.row()
         for column in ("image", "eval_script", "log_parser", "eval_type", "hints_text", "created_at", "version"):
@@ -155,7 +155,7 @@ def test_gold_passes_nothing_fails_and_hostile_patches_change_nothing(tmp_path: 
     Path(CANARY).unlink(missing_ok=True)
     settings = RunSettings.model_validate(settings_data())
     folder = RunFolder(tmp_path / "run")
-    built = run_declared.build(MINIATURE, folder.root / "repositories")
+    built = build_miniature(folder.root / "repositories")
     rows, predictions = [], {}
 
     def add(base: dict[str, object], suffix: str, patch: str) -> None:
@@ -208,7 +208,7 @@ def _check_official_layout(out: Path) -> None:
 def test_a_test_that_never_ends_is_stopped(tmp_path: Path) -> None:
     settings = RunSettings.model_validate(settings_data(grading={"timeout_s": 2}))
     folder = RunFolder(tmp_path)
-    rows = run_dataset.checked_rows(run_declared.build(MINIATURE, folder.root / "repositories"), "rows")
+    rows = run_dataset.checked_rows(build_miniature(folder.root / "repositories"), "rows")
     instance = next(i for i in rows if i.instance_id == LEDGER)
     patch = tmp_path / "patch.diff"
     patch.write_text(new_file("ledger/wait.py", "import time", "time.sleep(600)"))
@@ -219,7 +219,7 @@ def test_a_test_that_never_ends_is_stopped(tmp_path: Path) -> None:
 def test_the_sandbox_sees_no_variables_and_no_files_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "a-secret-key")
     settings = RunSettings.model_validate(settings_data())
-    rows = run_dataset.checked_rows(run_declared.build(MINIATURE, tmp_path / "repositories"), "rows")
+    rows = run_dataset.checked_rows(build_miniature(tmp_path / "repositories"), "rows")
     patch = tmp_path / "patch.diff"
     patch.write_text(NO_OP)
     (tmp_path / "eval.sh").write_text(f"env; ls {tmp_path} /root; touch /trace/grading/repo/x; cat $TESTBED/NOTE\n")
@@ -241,7 +241,7 @@ def test_a_patch_that_changed_is_graded_again(tmp_path: Path) -> None:
 
 def test_rows_without_a_script_need_the_harness(tmp_path: Path) -> None:
     settings = RunSettings.model_validate(settings_data())
-    rows = run_declared.build(MINIATURE, tmp_path / "repositories")[:1]
+    rows = build_miniature(tmp_path / "repositories")[:1]
     del rows[0]["eval_script"]
     name = rows[0]["instance_id"]
     entry = {"instance_id": name, "model_name_or_path": "m", "model_patch": NO_OP}
@@ -252,7 +252,7 @@ def test_rows_without_a_script_need_the_harness(tmp_path: Path) -> None:
 
 def test_predictions_of_something_else_are_refused(tmp_path: Path) -> None:
     settings = RunSettings.model_validate(settings_data())
-    rows = run_dataset.checked_rows(run_declared.build(MINIATURE, tmp_path / "repositories"), "rows")
+    rows = run_dataset.checked_rows(build_miniature(tmp_path / "repositories"), "rows")
     entry = {"instance_id": "other__x-1", "model_name_or_path": "m", "model_patch": NO_OP}
     (tmp_path / "preds.json").write_text(json.dumps([entry]))
     with pytest.raises(InputError, match="other__x-1 is not among the instances"):

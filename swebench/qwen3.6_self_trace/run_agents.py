@@ -311,6 +311,6 @@ def working_copy(repository: Path, commit: str, target: Path) -> None:
     git(repository, "read-tree", commit, env=index)
     git(repository, "checkout-index", "-a", "-f", f"--prefix={target}/", env=index)
     (target.parent / "index.tmp").unlink(missing_ok=True)
-    git(target, "init", "-q")
+    git(target, "init", "-q", "--template=")
     git(target, "add", "-A", "-f")
     git(target, "commit", "-q", "--allow-empty", "-m", f"base {commit}")

@@ -129,7 +129,7 @@ def make_repository(declared: Declared, folder: Path) -> str:
         path = building / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    git(building, "init", "-q")
+    git(building, "init", "-q", "--template=")
     git(building, "add", "-A")
     git(building, "commit", "-q", "-m", f"{declared.repo} {declared.version}")
     commit = git(building, "rev-parse", "HEAD").strip()

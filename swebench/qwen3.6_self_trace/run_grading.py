@@ -10,6 +10,7 @@ import concurrent.futures
 import json
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -97,6 +98,8 @@ def grade(settings: RunSettings, folder: RunFolder, out: Path, instances: Sequen
         raise InputError(f"predictions {out / 'preds.json'}: {unknown[0]} is not among the instances; remove it")
     where = out / "grading"
     where.mkdir(parents=True, exist_ok=True)
+    if settings.grading.backend == "harness" and not (where / "logs").exists() and not (where / "run_id").exists():
+        write_text(where / "run_id", f"{RUN_ID}-{secrets.token_hex(4)}\n")
     _drop_stale(where, predictions, unfinished=settings.grading.backend == "modal")
     if settings.grading.backend == "local":
         _grade_here(settings, folder, where, instances, predictions)
@@ -107,10 +110,17 @@ def grade(settings: RunSettings, folder: RunFolder, out: Path, instances: Sequen
     return {i: check(Report, report, f"report of {i}") for i, report in reports.items()}
 
 
+def run_id_of(where: Path) -> str:
+    """The harness' name of the run that is graded in ``where``. It is part of its containers' names, so two runs on one
+    Docker host must not share it: each would remove the other's."""
+    path = where / "run_id"
+    return path.read_text(encoding="utf-8").strip() if path.exists() else RUN_ID
+
+
 def log_folder(where: Path, prediction: Prediction) -> Path:
     """Where the harness keeps what belongs to a prediction."""
     model = prediction.model_name_or_path.replace("/", "__")
-    return where / "logs" / "run_evaluation" / RUN_ID / model / prediction.instance_id
+    return where / "logs" / "run_evaluation" / run_id_of(where) / model / prediction.instance_id
 
 
 def _drop_stale(where: Path, predictions: Mapping[str, Prediction], *, unfinished: bool = False) -> None:
@@ -144,7 +154,7 @@ def _collect(where: Path, predictions: Mapping[str, Prediction]) -> dict[str, An
 
 def _grade_by_harness(settings: RunSettings, folder: RunFolder, out: Path, where: Path, ids: Sequence[str]) -> None:
     """``python -m swebench.harness.run_evaluation``, in ``where``: it writes its logs to the working directory."""
-    command = [agent_python(settings), "-m", "swebench.harness.run_evaluation", "--run_id", RUN_ID]
+    command = [agent_python(settings), "-m", "swebench.harness.run_evaluation", "--run_id", run_id_of(where)]
     dataset, predictions = str(folder.dataset.resolve()), str((out / "preds.json").resolve())
     command += ["--dataset_name", dataset, "--predictions_path", predictions]
     command += ["--max_workers", str(settings.grading.workers), "--timeout", str(settings.grading.timeout_s)]
@@ -189,7 +199,7 @@ def _job(where: Path, instances: Sequence[Instance], predictions: Mapping[str, P
     """What the driver reads."""
     return {
         "folder": str(where.resolve()),
-        "run_id": RUN_ID,
+        "run_id": run_id_of(where),
         "instances": [i.row() for i in instances],
         "predictions": {i: p.model_dump() for i, p in predictions.items()},
     }
@@ -299,5 +309,5 @@ def contradicted(output: str) -> str | None:
 
 def harness_summary(where: Path) -> Any:
     """The official run summary, where the harness wrote one."""
-    found = sorted(where.glob(f"*.{RUN_ID}.json"))
+    found = sorted(where.glob(f"*.{run_id_of(where)}.json"))
     return json.loads(found[0].read_text(encoding="utf-8")) if found else None
