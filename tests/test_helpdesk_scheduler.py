@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.files import InputError, read_json
+from pipeline.files import InputError, read_json, write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "helpdesk_gpu"))
 
@@ -196,6 +195,49 @@ def test_a_killed_run_leaves_no_writer_behind(tmp_path: Path, sign: signal.Signa
         process.wait()
 
 
+def test_workers_that_outlive_a_killed_run_end_with_the_next_start(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    worker = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {worker!r}]).wait()"
+    outer = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'examples' / 'helpdesk_gpu')!r}]\n"
+    outer += "import scheduler, pathlib, sys\n"
+    outer += f"stage = scheduler.Stage('s', (sys.executable, '-c', {code!r}))\n"
+    outer += f"scheduler.Scheduler(pathlib.Path({str(tmp_path)!r}), lambda: [stage], 1, 1e18).execute()"
+    process = subprocess.Popen([sys.executable, "-c", outer])
+    child = int(wait_for(pid))
+    process.kill()
+    process.wait(10)
+    assert alive(child)  # nobody tells a grandchild
+    assert run([stage("s", "pass")], tmp_path) == 0
+    assert not alive(child)
+    assert read_json(tmp_path / scheduler.RUNNING)["sessions"] == {}
+
+
+def test_processes_of_others_are_never_reaped(tmp_path: Path) -> None:
+    process = subprocess.Popen(["sleep", "30"], start_new_session=True)
+    try:
+        ticks = scheduler.started(process.pid)
+        file = tmp_path / scheduler.RUNNING
+        for noted in (
+            {"boot": scheduler.boot_id(), "sessions": {str(process.pid): ticks - 1}},  # the number was given away
+            {"boot": "another", "sessions": {str(process.pid): ticks}},
+        ):
+            write_json(file, noted)
+            assert scheduler.reap(file) == [] and process.poll() is None
+        write_json(file, {"boot": scheduler.boot_id(), "sessions": {str(process.pid): ticks}})
+        assert scheduler.reap(file) == [process.pid] and process.wait(5) == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_what_a_stage_leaves_behind_is_killed_at_its_end(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    code = f"import subprocess; open({str(pid)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid))"
+    assert run([stage("careless", code)], tmp_path) == 0
+    assert not alive(int(pid.read_text()))
+
+
 def test_output_of_a_stage_goes_to_its_log(tmp_path: Path) -> None:
     assert run([stage("talks", "print('hello'); import sys; sys.stderr.write('there')")], tmp_path) == 0
     text = (tmp_path / "logs" / "talks.log").read_text()
@@ -205,4 +247,4 @@ def test_output_of_a_stage_goes_to_its_log(tmp_path: Path) -> None:
 def test_needs_that_are_not_known_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="needs ghost"):
         run([stage("a", "pass", ("ghost",))], tmp_path)
-    assert os.listdir(tmp_path) == [".lock"]
+    assert not (tmp_path / "done").exists() and not (tmp_path / "logs").exists()

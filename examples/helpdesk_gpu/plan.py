@@ -18,6 +18,8 @@ from scheduler import Stage
 from sizes import Size
 
 from pipeline.files import InputError, read_json
+from train.evaluation_systems import MERGE_NAMES
+from train.merge_methods import METHODS
 
 HERE = Path(__file__).resolve().parent
 QUICKSTART = HERE.parent / "quickstart"
@@ -258,7 +260,7 @@ def plain_score(run: Path, model: str, size: Size, names: Sequence[str]) -> Stag
         "11_score_plain",
         python(*scoring(model, size, TARGET, size.trials, run / "score"), "--adapters",
                ",".join(str(adapters_folder(run, last) / name) for name in names), "--other-adapters",
-               ",".join(others), "--merge", "linear,ties,dare_ties", "--choose",
+               ",".join(others), "--merge", ",".join(size.merges), "--choose",
                run / "mine_a" / "labels" / "candidate_capabilities.json"),
         needs=("10_score_base", *(f"08_adapters_{key}" for key in ("train", "direct", "joint"))),
     )  # fmt: skip
@@ -345,7 +347,6 @@ def systems(names: Sequence[str], size: Size) -> Mapping[str, str]:
     """Every system on the score seeds, and its kind in an evaluation."""
     gates = ["soft", "routed", "routed_grpo", *gate_members(names, size), *(f"routed_{b}" for b in size.budgets[:-1])]
     rivals = [*("direct", "joint"), *(f"{k}_{b}" for b in size.budgets[:-1] for k in ("direct", "joint"))]
-    return {
-        "base": "base", **dict.fromkeys(names, "adapter"), **dict.fromkeys(rivals, "other"),
-        **dict.fromkeys(("merge", "ties", "dare_ties"), "merge"), "chosen": "chosen", **dict.fromkeys(gates, "routed"),
-    }  # fmt: skip
+    merges = [MERGE_NAMES[method] for method in METHODS if method in size.merges]
+    found = {"base": "base", **dict.fromkeys(names, "adapter"), **dict.fromkeys(rivals, "other")}
+    return found | dict.fromkeys(merges, "merge") | {"chosen": "chosen"} | dict.fromkeys(gates, "routed")

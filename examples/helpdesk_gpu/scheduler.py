@@ -26,6 +26,7 @@ GRACE_S = 20.0  # for stages to write what they have
 SMALLEST_S = 10.0  # with less time left no stage is started
 POLL_S = 0.05
 PR_SET_PDEATHSIG = 1
+RUNNING = "running.json"  # sessions of the stages that run now
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +101,7 @@ class Scheduler:
         """
         try:
             with self._alone():
+                reap(self.run / RUNNING)
                 return self._loop()
         finally:
             self._stop_all()
@@ -144,6 +146,12 @@ class Scheduler:
                 env={**os.environ, **self.env}, preexec_fn=die_with_parent,
             )  # fmt: skip
         self._children.append(_Child(stage, process, time.perf_counter()))
+        self._note_running()
+
+    def _note_running(self) -> None:
+        """For the next start, should this one be killed."""
+        sessions = {str(c.process.pid): started(c.process.pid) for c in self._children}
+        write_json(self.run / RUNNING, {"boot": boot_id(), "sessions": sessions})
 
     def _wait(self) -> bool:
         """Until a child ends (True) or the time is up."""
@@ -153,6 +161,8 @@ class Scheduler:
                 if pid:
                     self._children.remove(child)
                     child.process.returncode = os.waitstatus_to_exitcode(status)
+                    _signal_group(child.process, signal.SIGKILL)  # what it left behind
+                    self._note_running()
                     self._end(child, child.process.returncode, usage.ru_maxrss * 1024)
                     return True
             if time.monotonic() >= self.deadline:
@@ -201,6 +211,7 @@ class Scheduler:
             child.process.wait()
             self._keep_time(child.stage, self._spent(child.stage) + time.perf_counter() - child.begin)
         self._children.clear()
+        self._note_running()
 
 
 def say(text: str) -> None:
@@ -211,6 +222,48 @@ def say(text: str) -> None:
 def _signal_group(process: subprocess.Popen[bytes], sign: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, sign)
+
+
+def boot_id() -> str:
+    """Tells this start of the machine from others; empty where the kernel does not say."""
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text(encoding="ascii").strip() if file.exists() else ""
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/PID/stat from the third (state) on; None when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def started(pid: int) -> int:
+    """Clock ticks from boot to the start of a process; 0 when it is gone."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def reap(file: Path) -> list[int]:
+    """Kill what a start that was killed left running: members of the sessions of its stages.
+
+    A stage itself dies with its runner; a server's workers need not. A session's number is not given away while it has
+    members, so without a leader they are the stage's; a leader that started at another time is somebody else's.
+    """
+    if not file.exists():
+        return []
+    noted = read_json(file, "running stages")
+    if noted["boot"] != boot_id():
+        return []
+    sessions = {int(sid): ticks for sid, ticks in noted["sessions"].items() if started(int(sid)) in (0, ticks)}
+    killed = []
+    for pid in [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()]:
+        fields = _stat(pid)
+        if fields and int(fields[3]) in sessions and pid != os.getpid():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+    return killed
 
 
 def die_with_parent() -> None:

@@ -46,6 +46,7 @@ class Size:
     bootstrap: int
     parallel: int
     plugin_flags: str
+    merges: tuple[str, ...] = ("linear", "ties")  # the sparse ones take a full SVD of every linear: minutes on a CPU
     count: int = 4
 
     def __post_init__(self) -> None:
@@ -73,7 +74,7 @@ SIZES = {
         mine_seeds=200, mine_samples=4, calibrate_seeds=50, calibrate_samples=16, group_size=16, groups=16,
         budgets=(6, 12, 24), lr=4e-4, lora_rank=16, gate_steps=300, gate_iters=12, gate_min_reward=1.0,
         score_seeds="10000:10256", trials=5, transfer_trials=2, draws=3, max_rows=1024, bootstrap=10_000, parallel=8,
-        plugin_flags=GPU_PLUGIN,
+        plugin_flags=GPU_PLUGIN, merges=("linear", "ties", "dare_ties"),
     ),
     "cpu": Size(
         mine_seeds=96, mine_samples=2, calibrate_seeds=24, calibrate_samples=8, group_size=8, groups=12,

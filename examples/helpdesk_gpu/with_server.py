@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -60,20 +59,19 @@ def server(model: str, flags: list[str]) -> Iterator[str]:
         places = [*plugin_path(Path(folder)), *filter(None, [os.environ.get("PYTHONPATH")])]
         env |= {"PYTHONPATH": os.pathsep.join(places)} if places else {}
         process = subprocess.Popen(
-            [*command, "--port", str(port), *flags], env=env, stdout=log, stderr=log, start_new_session=True,
-            preexec_fn=die_with_parent,
+            [*command, "--port", str(port), *flags], env=env, stdout=log, stderr=log,
+            preexec_fn=die_with_parent,  # in this session: who stops or reaps the stage reaches all of it
         )  # fmt: skip
         try:
             url = f"http://127.0.0.1:{port}"
             wait_until_up(process, url, Path(log.name))
             yield url
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-                try:
-                    process.wait(20)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
             process.wait()
 
 
