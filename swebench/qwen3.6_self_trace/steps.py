@@ -87,7 +87,7 @@ def run_steps(folder: Path, steps: Sequence[Step]) -> int:
         if is_done(folder, step):
             sys.stdout.write(f"== {step.name}: done before\n")
             continue
-        sys.stdout.write(f"== {step.name}: {shlex.join(step.line())}\n")
+        sys.stdout.write(f"== {step.name}: {shown(step.line())}\n")
         sys.stdout.flush()
         fingerprint, begin = step.fingerprint(), time.monotonic()
         code = call(step.line(), step.environment)
@@ -102,6 +102,12 @@ def run_steps(folder: Path, steps: Sequence[Step]) -> int:
         mark = {"schema_version": 1, "fingerprint": fingerprint, "exit_code": code, "seconds": seconds}
         write_json(mark_path(folder, step), mark | {"command": list(step.line())})
     return 0
+
+
+def shown(line: Sequence[str]) -> str:
+    """A command as one would type it in the project: ``python``, and paths that start there."""
+    words = ["python" if word == sys.executable else word.replace(f"{ROOT}/", "") for word in line]
+    return shlex.join(words)
 
 
 def call(command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
