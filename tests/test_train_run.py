@@ -268,6 +268,14 @@ def test_a_solved_environment_ends_its_learner_early(runs: Runs) -> None:
     assert runs.checkpoints("s", "solved") == ["iter_000005"]
 
 
+def test_a_run_may_take_an_environment_without_signal_as_done(runs: Runs) -> None:
+    """The other capability goes on to its end, and both adapters are written."""
+    flags = "--max-iters 7 --dynamic-sampling-max-batches 1 --solved-reward 0"
+    runs("r", "--capabilities capability_printable,capability_constant", flags)
+    assert len(runs.iterations("r", "constant")) == 5 and len(runs.iterations("r", "printable")) == 7
+    assert runs.checkpoints("r", "constant") == ["iter_000005"]
+
+
 # ------------------------------------------------------------------------ losses that are not finite
 
 

@@ -57,6 +57,7 @@ class TrainConfig(SettingsModel):
     save_every: int = Field(5, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
     eval_every: int = Field(0, ge=0)
+    solved_reward: float = Field(0.9, ge=0, le=1)
     eval_seeds: str = "10000:10032"
     seed: int = Field(0, ge=0, le=2**31)
     engine: Literal["auto", "vllm", "local"] = "auto"
@@ -149,6 +150,7 @@ _HELP = {
     "hint_ratio": "share of a group that sees the environment's hint",
     "pack_tokens": "tokens per training pass; 0 = chosen for the device",
     "logit_chunk": "rows of logits held at a time",
+    "solved_reward": "without an informative group for some iterations: done from this reward on, below it a fault",
     "eval_every": "held-out greedy evaluation every n iterations, best adapter kept; 0 = never",
     "eval_seeds": "FIRST:END",
     "engine": "auto = vllm when VLLM_BASE_URLS is set, else local",

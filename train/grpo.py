@@ -33,8 +33,9 @@ from train.lora import copy_adapter, save_adapter, write_adapter_folder
 from train.run_log import RunLog
 
 CANARY_TOKENS = 512  # of one real rollout; enough to tell two adapters apart, cheap to score
-EMPTY_LIMIT = 5  # iterations in a row without one informative group before a learner stops
-SOLVED_REWARD = 0.9  # above it such a learner is done; below it the environment gives no signal, which is a fault
+# iterations in a row without one informative group before a learner stops: done from solved_reward on; below it the
+# environment gives no signal, which is a fault
+EMPTY_LIMIT = 5
 NONFINITE_LIMIT = 3
 T = TypeVar("T")
 
@@ -276,7 +277,7 @@ class Trainer:
 
     def _finish(self, learner: Learner, metrics: dict[str, float], trained: bool = False) -> None:
         learner.finish_iteration(trained=trained, nonfinite=bool(metrics.get("nonfinite")))
-        learner.solved = learner.empty_iterations >= EMPTY_LIMIT and metrics["reward"] >= SOLVED_REWARD
+        learner.solved = learner.empty_iterations >= EMPTY_LIMIT and metrics["reward"] >= self.config.solved_reward
         self._checkpoint_point(learner)
 
     def _check_progress(self, learner: Learner, metrics: dict[str, float]) -> None:

@@ -164,7 +164,11 @@ def training_runs(run: Path, size: Size, names: Sequence[str]) -> dict[str, tupl
 
 
 def training_stages(run: Path, model: str, size: Size, names: Sequence[str]) -> Iterator[Stage]:
-    """Stage 3: four adapters at once, and the rivals beside them; then what each was at every budget."""
+    """Stage 3: four adapters at once, and the rivals beside them; then what each was at every budget.
+
+    One that gets no signal any more (it solves its environment, or always does the same there) is done, and ends no
+    other one.
+    """
     runs = training_runs(run, size, names)
     for key, (_, iterations, flags) in runs.items():
         yield Stage(
@@ -172,7 +176,8 @@ def training_stages(run: Path, model: str, size: Size, names: Sequence[str]) -> 
             python("-m", "train", "--config", "examples/quickstart/train.yaml", "--model", model, "--group-size",
                    size.group_size, "--groups-per-batch", size.groups, "--lr", size.lr, "--lora-rank", size.lora_rank,
                    "--lora-alpha", 2 * size.lora_rank, "--max-iters", iterations, "--save-every", size.save_every,
-                   "--keep-checkpoints", 1000, "--resume", "--output-dir", run / "training" / key, "--adapter-dir",
+                   "--keep-checkpoints", 1000, "--solved-reward", 0,
+                   "--resume", "--output-dir", run / "training" / key, "--adapter-dir",
                    run / "training" / key / "final", *flags),
             needs=("04_selection_a", *(("07_train_train",) if key == "others" else ())),
             makes=(run / "training" / key / "checkpoints",),
