@@ -256,8 +256,8 @@ def measure_vllm(args: argparse.Namespace, work: Path, base_folder: Path, kind: 
 
 
 def measure_sft(args: argparse.Namespace, work: Path, base_folder: Path) -> dict[str, Any]:
-    """Seconds of ``python -m train.train_router_sft`` on ``SFT_PROMPTS`` labelled prompts of the shipped environments,
-    process start and model loading included.
+    """Seconds of ``python -m train.train_router_sft`` on labelled prompts of the shipped environments, process start
+    and model loading included.
 
     Raises:
         InputError: fewer environments than adapters, or the command failed.
@@ -271,7 +271,7 @@ def measure_sft(args: argparse.Namespace, work: Path, base_folder: Path) -> dict
         raise InputError(f"--parts sft: expected {args.adapters} capability environments, found {len(games)}")
     data = work / "sft.jsonl"
     with open(data, "w", encoding="utf-8") as file:
-        for number in range(SFT_PROMPTS):
+        for number in range(args.sft_prompts):
             slot, env = number % len(games), games[number % len(games)].make_env()
             env.reset(number)
             prompt = [{"role": "system", "content": env.get_system_prompt()}, *env.get_messages()]
@@ -314,6 +314,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--parts", default="hf,vllm", help=f"comma list of {', '.join(PARTS)}, vllm [%(default)s]")
     parser.add_argument("--vllm-options", default="{}", help='for vllm.LLM, such as {"enforce_eager": true}')
+    parser.add_argument("--sft-prompts", type=int, default=SFT_PROMPTS, help="for the part sft [%(default)s]")
     parser.add_argument("--out", required=True, help="JSON file to write")
     parser.add_argument("--work", help="folder for models and adapters, kept [a temporary one]")
     return parser.parse_args()

@@ -196,7 +196,8 @@ def steps(size: str, work: str, model: str, gate_set: tuple[str, ...]) -> list[T
         step("bench_capabilities", 115, *capabilities, services=("server_small",)),
         step("gate_hf", 70, python, here + "bench_gate.py", "--parts", "hf", *gate_set, models=("base", "gate")),
         step("gate_sft", 40, python, here + "bench_gate.py", "--parts", "sft", "--model", model, "--size", kind,
-             "--work", f"{work}/gate_sft", "--rank", "8" if tiny else "32", idle=True),
+             "--work", f"{work}/gate_sft", "--rank", "8" if tiny else "32",
+             "--sft-prompts", "40" if tiny else "400", idle=True),
         step("grpo_check", 60, *grpo, "--variants", "check", idle=True),
         fire("base", 30, optional=True),
     ]  # fmt: skip

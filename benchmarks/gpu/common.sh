@@ -4,7 +4,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 SIZE=${SIZE:-gpu}
 OUT=${OUT:-runs/bench}
 PYTHON=${PYTHON:-python3}
-WORK=${WORK:-$(mktemp -d /tmp/trace_gpu_job.XXXXXX)}
+if [ -z "${WORK:-}" ]; then
+  WORK=$(mktemp -d /tmp/trace_gpu_job.XXXXXX)
+  trap 'rm -rf "$WORK"' EXIT
+fi
 mkdir -p "$OUT" "$WORK"
 OUT=$(cd "$OUT" && pwd)
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
