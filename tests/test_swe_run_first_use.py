@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import checks
 import generated_env
@@ -175,6 +176,18 @@ def test_the_plan_of_a_run_that_has_not_begun_is_no_fault(tmp_path: Path) -> Non
     few = Run(tmp_path, NOWHERE, training={"processes": 64})
     done = few.here(phase5.main, "--dry-run", "--planned")
     assert done.returncode == 2 and "FAIL  GPUs" in done.stdout
+
+
+def test_the_plan_of_phase_6_looks_at_what_is_there_already(tmp_path: Path) -> None:
+    """Docker and the disk are looked at now; instances, export and phase 1 come later."""
+    docker = Run(tmp_path, NOWHERE, agent={"python": "/no/such/python", "backend": "docker"})
+    with mock.patch.dict(os.environ, {"MSWEA_DOCKER_EXECUTABLE": "no-such-docker"}):
+        said = docker.here(phase6.main, "--dry-run", "--planned", "--serve").stdout
+    later = [line.removeprefix("LATER ") for line in said.splitlines() if line.startswith("LATER ")]
+    assert later == ["checkpoint", "phase 1 and its protocol", "instances", "data set"]
+    assert "FAIL  agent backend docker: no-such-docker: not installed" in said
+    local = local_run(tmp_path).here(phase6.main, "--dry-run", "--planned", "--serve").stdout
+    assert "LATER agent backend local" in local and "LATER grading backend local" in local
 
 
 def test_a_plan_does_not_excuse_a_server_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

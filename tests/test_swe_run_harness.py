@@ -207,7 +207,7 @@ def test_backends_that_cannot_work_say_what_to_do(tmp_path: Path, monkeypatch: p
     folder = RunFolder(tmp_path)
     for name in ("DOCKER", "SINGULARITY"):
         monkeypatch.setenv(f"MSWEA_{name}_EXECUTABLE", "/bin/false")
-    for backend, words in (("docker", "Docker daemon"), ("harness", "modal"), ("singularity", "Apptainer")):
+    for backend, words in (("docker", "Docker daemon"), ("singularity", "Apptainer")):
         with pytest.raises(InputError, match=words):
             backend_ready(settings, folder, backend, list)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -216,6 +216,17 @@ def test_backends_that_cannot_work_say_what_to_do(tmp_path: Path, monkeypatch: p
         backend_ready(settings, folder, "modal", list)
     monkeypatch.setenv("MODAL_TOKEN_ID", "x")
     assert backend_ready(settings, folder, "modal", list) == "key found"
+
+
+@needs_agents
+def test_the_harness_is_asked_whether_it_reaches_docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own client: a ``docker`` program that answers (podman, a context of its own) is not what it uses."""
+    monkeypatch.setenv("MSWEA_DOCKER_EXECUTABLE", "/bin/true")
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent/docker.sock")
+    settings = RunSettings.model_validate(settings_data())
+    assert backend_ready(settings, RunFolder(tmp_path), "docker", list) == "/bin/true"
+    with pytest.raises(InputError, match=r"^Docker: docker\.errors\.DockerException.*grading\.backend modal$"):
+        backend_ready(settings, RunFolder(tmp_path), "harness", list)
 
 
 def test_disk_space_is_counted_per_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

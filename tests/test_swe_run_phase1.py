@@ -377,11 +377,12 @@ def test_dry_run_sees_a_model_that_is_not_served_and_a_missing_docker(
     tmp_path: Path, scripted_server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = settings_data(scripted_server.url, model={"name": "another"}, grading={"backend": "harness"})
-    monkeypatch.setenv("MSWEA_DOCKER_EXECUTABLE", "no-such-docker")
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent/docker.sock")
     done = phase("phase1_baseline_eval.py", write_config(tmp_path, data), tmp_path / "run", "--dry-run")
     assert done.returncode == 2
     assert "FAIL  model name: server" in done.stdout and "serves scripted, not another" in done.stdout
-    assert "FAIL  grading backend harness: no-such-docker: not installed; start the Docker daemon" in done.stdout
+    assert "FAIL  grading backend harness: Docker: docker.errors.DockerException" in done.stdout
+    assert "start the Docker daemon, or use grading.backend modal" in done.stdout
 
 
 FAKE_SERVER = """

@@ -17,9 +17,9 @@ from typing import Any
 
 import run_server
 from resources import instance_count
-from run_agent_config import require_classes, shared_config, source_repository
+from run_agent_config import WITHOUT_IMAGE, require_classes, shared_config, source_repository
 from run_dataset import Instance, freeze, frozen, require_gradable
-from run_folder import DryRun, RunFolder, agent_versions
+from run_folder import DryRun, RunFolder, agent_python, agent_versions, read_run
 from run_settings import RunSettings
 
 from pipeline import sandbox
@@ -47,7 +47,8 @@ def check_evaluation(
     """
     with scratch(folder) as place:
         for name, look in without_server(settings, folder if begun else place, begun=begun):
-            with report.checking(name, there=not begun or folder.run_json.exists()) as found:
+            of_instances = name == "data set" or name.endswith(WITHOUT_IMAGE)
+            with report.checking(name, there=not (begun and of_instances) or folder.run_json.exists()) as found:
                 found.append(look())
     models: dict[str, Any] | None = None
     with report.checking("server") as found:
@@ -93,7 +94,7 @@ def without_server(
     """Name and check; a check says what it found, or raises InputError. Instances are frozen in ``folder``."""
     agent, grading = settings.agent.backend, settings.grading.backend
     warning = ", commands of the model run as this user, without a sandbox" if agent == "local" else ""
-    instances = Once(lambda: frozen(folder) if begun else freeze(settings, folder))
+    instances = Once(lambda: of_run(folder) if begun else freeze(settings, folder))
     return [
         ("agents' environment", lambda: agents_ready(settings)),
         ("agent configuration", lambda: configuration_ready(settings)),
@@ -101,6 +102,16 @@ def without_server(
         (f"agent backend {agent}", lambda: backend_ready(settings, folder, agent, instances) + warning),
         (f"grading backend {grading}", lambda: backend_ready(settings, folder, grading, instances)),
     ]
+
+
+def of_run(folder: RunFolder) -> list[Instance]:
+    """The instances of a run that phase 1 began.
+
+    Raises:
+        InputError: it has not begun.
+    """
+    read_run(folder)
+    return frozen(folder)
 
 
 class Once:
@@ -176,12 +187,14 @@ def _key(settings: RunSettings) -> bool:
     return bool(os.environ.get(settings.model.api_key_env))
 
 
-COMMANDS = {"docker": ("docker", "info"), "harness": ("docker", "info"), "singularity": ("singularity", "--version")}
+COMMANDS = {"docker": ("docker", "info"), "singularity": ("singularity", "--version")}
 REMEDIES = {
     "docker": "start the Docker daemon, or use another agent.backend",
     "harness": "start the Docker daemon, or use grading.backend modal",
     "singularity": "install Singularity or Apptainer, or use another agent.backend",
 }
+# The harness talks to the daemon itself (DOCKER_HOST); a docker program that works, or is podman, is no proof.
+PING = "import docker; print(docker.from_env(timeout=20).version()['Version'])"
 
 
 def backend_ready(settings: RunSettings, folder: RunFolder, name: str, instances: Callable[[], list[Instance]]) -> str:
@@ -190,6 +203,12 @@ def backend_ready(settings: RunSettings, folder: RunFolder, name: str, instances
     Raises:
         InputError: it cannot work here.
     """
+    if name == "harness":
+        done = _quiet(agent_python(settings), "-I", "-c", PING)
+        if done is None or done.returncode != 0:
+            why = "does not answer" if done is None else (done.stderr.strip().splitlines() or ["does not answer"])[-1]
+            raise InputError(f"Docker: {why[:160]}; {REMEDIES[name]}")
+        return f"Docker {done.stdout.strip()}"
     if name in COMMANDS:
         program, *arguments = COMMANDS[name]
         program = os.environ.get(f"MSWEA_{program.upper()}_EXECUTABLE", program)
