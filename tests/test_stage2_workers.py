@@ -78,11 +78,14 @@ def say(env: RemoteGame, text: str) -> None:
 # --------------------------------------------------------------------------- the same game
 
 
-def test_spec_has_the_metadata_and_no_code(ledger: SandboxedEnvironment) -> None:
-    spec = ledger.spec
+def test_spec_has_the_metadata_and_no_code() -> None:
+    before = set(sys.modules)
+    with SandboxedEnvironment(GOOD, isolation=ISOLATION) as environment:
+        spec = environment.spec
     assert (spec.name, spec.max_gen_tokens, spec.tools_in) == ("capability_ledger", 128, "chat_template")
     assert spec.hint_prompt and spec.description and spec.extract_action is None and not spec.needs_user_llm
-    assert not any(str(GOOD) in str(getattr(m, "__file__", "")) for m in list(sys.modules.values()))
+    new = [sys.modules[name] for name in set(sys.modules) - before]
+    assert not any(str(GOOD) in str(getattr(module, "__file__", "")) for module in new), "another test may import it"
 
 
 def test_the_same_episodes_as_in_this_process(ledger: SandboxedEnvironment) -> None:
