@@ -160,8 +160,8 @@ class GateFit:
         return loss
 
     def _logits(self, hidden_LNH: Tensor) -> Tensor:
-        x = hidden_LNH.float() / self.scale
-        return torch.baddbmm(self.bias.unsqueeze(1), x, self.scaled_weight.transpose(1, 2))
+        weight = self.scaled_weight / self.scale  # [L, S, H], a thousandth of the features
+        return torch.baddbmm(self.bias.unsqueeze(1), hidden_LNH.float(), weight.transpose(1, 2))
 
     def keep_best(self, score: GateScore) -> bool:
         """Note a validation score; True when it is the best so far."""
