@@ -110,10 +110,14 @@ def _pipe() -> Iterator[tuple[int, int]]:
 def _read(finished: sandbox.Finished) -> Grade:
     if finished.stopped is not None:  # the module hangs, or makes the tests hang: nothing has passed
         return Grade({}, {"run": f"stopped at {finished.stopped}"}, finished.seconds)
+    started, mark, report = finished.stdout.partition(b"started\n")
     try:
-        data = json.loads(finished.stdout)
+        data = json.loads(report if mark else started)
         return Grade(dict(data["nodes"]), dict(data["details"]), finished.seconds)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
+        if mark:
+            why = f"the tests ended their own process ({finished.returncode}) before they reported"
+            return Grade({}, {"run": why}, finished.seconds)
         reason = finished.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no report"]
         if finished.returncode in (137, -9, 139, -11, 152, -24):  # killed: memory, a crash, CPU time
             return Grade({}, {"run": f"the tests were killed ({finished.returncode})"}, finished.seconds)
@@ -186,6 +190,8 @@ def self_test(scenario: Scenario, isolation: Isolation | None = None) -> list[st
     before = graded_before(scenario, isolation)
     if "import" in before.details:
         return [f"the module does not import: {before.details['import'][:300]}"]
+    if "run" in before.details:
+        return [f"the tests cannot be run: {before.details['run']}"]
     base = baseline(scenario, isolation)
     if not base.targets:
         return [f"the target test {scenario.target_test} does not fail before the edit, or was not collected"]

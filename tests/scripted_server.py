@@ -64,6 +64,7 @@ class ScriptedServer:
     fail_paths: tuple[str, ...] = ("/v1/completions", "/v1/chat/completions")
     fail_times: int | None = None
     delay_s: float = 0.0
+    refuse_chat: Callable[[list[Body]], bool] = lambda messages: False  # which conversations leave no room
     engines: int = 1
     others_running: int = 0
     lora_enabled: bool = True
@@ -236,6 +237,9 @@ class ScriptedServer:
 
     async def _chat(self, request: web.Request) -> web.Response:
         body = await request.json()  # read once by aiohttp, then kept
+        if self.refuse_chat(body["messages"]):
+            said = f"This model's maximum context length is {self.max_model_len} tokens; your request has more."
+            return web.json_response({"error": {"message": said, "code": 400}}, status=400)
         with self._counted():
             await asyncio.sleep(self.delay_s)
             answer = self.chat(body["messages"], body)

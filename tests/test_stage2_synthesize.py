@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scripted_server import ScriptedServer
-from stage2_helpers import FIELDS, ISOLATION, scenario
+from stage2_helpers import FIELDS, ISOLATION, MODULE, scenario
 
 from game_registry import AgentError
 from pipeline import swe_game
 from pipeline import synthesize_scenarios as synthesis
-from pipeline.files import InputError, ServerError
+from pipeline.files import InputError, JsonlLog, ServerError
 from pipeline.scenarios import load_scenarios, save_scenarios, static_problems
 from pipeline.swe_game import oracle_text, scenario_spec
-from pipeline.swe_grading import Grade
+from pipeline.swe_grading import Grade, self_test
 from pipeline.synthesis_log import read_log
 from pipeline.synthesize_scenarios import main
 from pipeline.text_client import Sampling, TextClient, text_agent
 
 Body = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Model:
@@ -271,3 +276,146 @@ def test_given_candidates_are_measured_in_place_of_written_ones(server: Scripted
     assert [(s.name, s.pass_rate) for s in load_scenarios(output)] == [("good_one", 0.25)]
     with pytest.raises(InputError, match="another file"):
         run(server, model, given, "--candidates", str(given))
+
+
+# --------------------------------------------------------------------------- what is remembered, and by whom
+
+
+@pytest.mark.usefixtures("quick")
+def test_every_answer_is_logged_with_its_settings(
+    server: ScriptedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "s.json"
+    model = Model(["I would rather not \ud83d.", answer(oracle_replace="    rate = 9"), answer(), "no"], [0.25])
+    assert run(server, model, output, "--max-tries", "2", "--seed", "3", "--temperature", "0.7") == 1
+    first, second = log_of(output)
+    assert [a["finish_reason"] for a in first["answers"]] == ["stop"] * 3 and first["outcome"] == "accepted"
+    assert first["answers"][0]["text"] == "I would rather not ?.", "half a character is no reason to stop"
+    assert [bool(a["problems"]) for a in first["answers"]] == [True, True, False]
+    assert len({a["seed"] for a in [*first["answers"], *second["answers"]]}) == 6
+    assert first["settings"]["writer"] == {"model": "scripted", "temperature": 0.7, "max_tokens": 8192}
+    assert first["settings"]["solver"]["max_tokens"] == 2048 and first["settings"]["seed"] == 3
+    said = capsys.readouterr().out
+    assert "1 accepted in 2 tries" in said and "1 unparsed" in said and "1 x the answer holds no JSON object" in said
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("flags", [("--rollouts", "8"), ("--max-pass-rate", "0.9"), ("--solve-max-tokens", "9")])
+def test_a_log_of_other_settings_is_not_gone_on_with(
+    server: ScriptedServer, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    output = tmp_path / "s.json"
+    run(server, Model(["no"], [0.0]), output, "--max-tries", "1")
+    with pytest.raises(InputError, match="this run has"):
+        run(server, Model(["no"], [0.0]), output, *flags)
+    assert run(server, Model(["no"], [0.0]), output, "--max-tries", "2", "--write-max-tokens", "99") == 1
+    assert len(log_of(output)) == 2, "how scenarios are written may change"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"index": 0}', "[]", "7", '{"index": 0, "outcome": "accepted"}', '{"index": 0, "outcome": "won"}', "\ud800", "{"],
+)
+def test_damaged_logs_are_one_line(tmp_path: Path, line: str) -> None:
+    (tmp_path / "s.attempts.jsonl").write_bytes(line.encode("utf-8", "surrogatepass") + b"\n")
+    with pytest.raises(InputError):
+        read_log(tmp_path / "s.attempts.jsonl")
+
+
+@pytest.mark.usefixtures("quick")
+def test_two_at_once_are_refused(server: ScriptedServer, tmp_path: Path) -> None:
+    output = tmp_path / "s.json"
+    model = Model(["no"], [0.0])
+    with JsonlLog(output.with_name("s.attempts.jsonl")), pytest.raises(InputError, match="another process"):
+        run(server, model, output)
+    assert model.written == 0 and run(server, model, output, "--max-tries", "1") == 1, "the lock ends with its holder"
+
+
+# --------------------------------------------------------------------------- contexts that are full
+
+
+@pytest.mark.usefixtures("quick")
+def test_no_room_for_a_revision_ends_the_try_and_not_the_run(server: ScriptedServer, tmp_path: Path) -> None:
+    output, model = tmp_path / "s.json", Model(["no"], [0.0])
+    server.refuse_chat = lambda messages: len(messages) > 1
+    assert run(server, model, output, "--max-tries", "2") == 1
+    records = log_of(output)
+    assert [len(r["answers"]) for r in records] == [1, 1] and records[0]["outcome"] == "unparsed"
+    assert "no room for a revision" in records[0]["problems"][-1]
+
+
+@pytest.mark.usefixtures("quick")
+def test_no_room_at_all_says_what_to_change(server: ScriptedServer, tmp_path: Path) -> None:
+    server.refuse_chat = lambda messages: True
+    with pytest.raises(InputError, match="lower --write-max-tokens"):
+        run(server, Model(["no"], [0.0]), tmp_path / "s.json")
+
+
+@pytest.mark.usefixtures("quick")
+def test_no_room_to_solve_is_not_called_hard(server: ScriptedServer, tmp_path: Path) -> None:
+    output = tmp_path / "s.json"
+    server.refuse_chat = lambda messages: "repair Python modules" in messages[0]["content"]
+    assert run(server, Model([answer()], [0.25]), output, "--max-tries", "1") == 1
+    (record,) = log_of(output)
+    assert record["outcome"] == "unsound" and "no room for an answer of 2048 tokens" in record["problems"][0]
+
+
+# --------------------------------------------------------------------------- kill -9, full disks
+
+
+def command(server: ScriptedServer, output: Path, *flags: str) -> list[str]:
+    common = ["--capability", "c_c", "--base-url", server.url, "--model", "scripted", "-o", str(output)]
+    return [sys.executable, "-m", "pipeline.synthesize_scenarios", *common, "--retries", "0", *flags]
+
+
+def test_kill_9_loses_one_try_and_repeats_none(server: ScriptedServer, tmp_path: Path) -> None:
+    output, model = tmp_path / "s.json", Model(["no"], [0.0])
+    flags = ("--max-tries", "6", "--isolation", ISOLATION.kind, "--revisions", "0")
+
+    def slow(messages: list[Body], body: Body) -> Any:
+        time.sleep(0.02 if model.written < 3 else 5 if model.written == 3 else 0)
+        return model(messages, body)
+
+    server.chat = slow
+    first = subprocess.Popen(command(server, output, *flags), cwd=ROOT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    log = output.with_name("s.attempts.jsonl")
+    while not (log.exists() and log.read_bytes().count(b"\n") == 3) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    model.written = 4
+    second = subprocess.run(command(server, output, *flags), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert second.returncode == 1, second.stderr
+    assert [r["index"] for r in log_of(output)] == list(range(6)) and "0 accepted in 6 tries" in second.stdout
+    seeds = [a["seed"] for r in log_of(output) for a in r["answers"]]
+    assert len(set(seeds)) == 6, "a try that is made again after the kill asks with its own seed"
+
+
+def test_a_full_disk_is_one_line(server: ScriptedServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "s.attempts.jsonl").symlink_to("/dev/full")
+    with pytest.raises(InputError, match="cannot be written"):
+        run(server, Model(["no"], [0.0]), tmp_path / "s.json")
+
+
+# --------------------------------------------------------------------------- scenarios that do harm
+
+
+@pytest.mark.skipif(ISOLATION.kind != "bwrap", reason="attack code is run behind bwrap only")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"module_code": "import os\nos._exit(0)\n" + FIELDS["module_code"]},
+        {"module_code": "import sys\nsys.exit(0)\n" + FIELDS["module_code"]},
+        {"test_code": "import os\nos._exit(0)\n" + FIELDS["test_code"]},
+        {"test_code": FIELDS["test_code"] + "\n\ndef test_last():\n    import os\n    os._exit(0)\n"},
+        {"test_code": "import os\nos.write(1, b'{\"nodes\": {}}')\n" + FIELDS["test_code"].replace("== 30", "== 20")},
+        {"test_code": "print('x' * (3 << 20))\n" + FIELDS["test_code"].replace("== 30", "== 20")},
+        {"module_code": "import os\nos.symlink('/etc/passwd', 'fees.py')\nx = [bytearray(1 << 30)] * 9\n" + MODULE},
+        {"module_code": "import os\nwhile os.fork():\n    pass\n" + FIELDS["module_code"]},
+    ],
+    ids=["module _exit", "module exit", "tests _exit", "late _exit", "forged", "flood", "memory", "forks"],
+)
+def test_a_scenario_that_does_harm_is_unsound(changes: dict[str, str]) -> None:
+    problems = self_test(scenario(**changes), ISOLATION)
+    assert problems and all(isinstance(p, str) for p in problems)
