@@ -219,10 +219,7 @@ class Session:
 
     def end_services(self, keep: Iterable[str] = ()) -> None:
         for name in [n for n in self.running if n not in set(keep)]:
-            process = self.running.pop(name)[0]
-            end(process)
-            with contextlib.suppress(ProcessLookupError):  # workers that outlived their server
-                os.killpg(process.pid, signal.SIGKILL)
+            end(self.running.pop(name)[0], at_once=True)  # with its workers; a server has nothing to save
 
     def end_everything(self) -> None:
         self.ended = True

@@ -102,7 +102,7 @@ def session_plan(size: str, work: str, model: str) -> Plan:
     base, small, large, gate = f"{work}/base", f"{work}/small", f"{work}/large", f"{work}/gate"
     vocabulary = ("--vocabulary", "1024") if tiny else ()
     options = '{"enforce_eager": true}' if tiny else (
-        '{"attention_backend": "FLASH_ATTN", "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 16106127360}'
+        '{"attention_backend": "FLASH_ATTN", "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 11811160064}'
     )  # fmt: skip
     gate_set: tuple[str, ...] = ("--work", gate, "--model", base, "--size", size, "--rank", "8" if tiny else "32")
     gate_set += ("--vllm-options", options)
@@ -147,12 +147,12 @@ def session_plan(size: str, work: str, model: str) -> Plan:
             "--out",
             f"{work}/results/engine_{kind}.json",
         )
-        return Task(f"engine_{kind}", 60 if tiny else 110, command, ("base", "gate"), (), 8 + 15 + ROOM_GIB)
+        return Task(f"engine_{kind}", 60 if tiny else 110, command, ("base", "gate"), gib=8 + 11 + ROOM_GIB)
 
     services = {
         "server_large": server("server_large", large, 16, 2, "--max-loras 2", dummy=True),
-        "server_small": server("server_small", small, 2, 8, "--max-loras 8"),
-        "server_base": server("server_base", base, 8, 26, "--max-loras 2"),
+        "server_small": server("server_small", small, 2, 12, "--max-loras 8"),
+        "server_base": server("server_base", base, 8, 32, "--max-loras 2"),
         **{f"engine_{kind}": engine(kind) for kind in ("lora", "routed", "base")},
     }
     return Plan(models, services, steps(size, work, model, gate_set))

@@ -19,13 +19,14 @@ from pipeline.files import InputError, ServerError
 
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import bench_gate, gate_engine, session
+from benchmarks import bench_capabilities, bench_gate, bench_rollouts, gate_engine, session
 from benchmarks.bench_grpo_step import summary
 from benchmarks.gate_sizes import SIZES
 from benchmarks.session_plan import START_MORE_S, Plan, Task, choose, needed, session_plan, total_seconds
 from benchmarks.session_report import TARGETS, gate_vllm, publish, table
 
 H200_GIB = 139
+KV_BYTES_4B, KV_BYTES_SMALL = 36 * 8 * 128 * 2 * 2, 28 * 8 * 128 * 2 * 2  # of one token
 
 
 def task(name: str, seconds: int = 10, **more: Any) -> Task:
@@ -89,6 +90,25 @@ def test_the_plan_is_sound(size: str) -> None:
     assert sum(first) < H200_GIB - 8, "all start together, while the trainer's check runs"
     alone = [plan.services[n].gib for n in needed(plan, [s for s in plan.steps if s.optional], ())[0]]
     assert sum(alone) < H200_GIB
+
+
+def cache_bytes(service: str) -> int:
+    command = session_plan("gpu", "w", "m").services[service].command
+    return int(command[command.index("--kv-cache-memory-bytes") + 1])
+
+
+def test_no_server_runs_out_of_cache() -> None:
+    """Requests that wait for cache would be measured as a slow client."""
+    size = bench_rollouts.SIZES["gpu"]
+    between = 110  # tokens of a tool's answer and the template, byte-level tokenizer
+    own = size.turns * size.tokens + (size.turns - 1) * between
+    prompts = -(-size.concurrency // size.group) * size.prompt
+    assert (size.concurrency * own + prompts) * KV_BYTES_4B < cache_bytes("server_base")
+    preset = bench_capabilities.PRESETS["h200"]
+    episodes = 4 * preset.groups * preset.group_size
+    own = preset.turns * (preset.tokens + 40)
+    prompts = 4 * preset.groups * (preset.words * 5 + 100)
+    assert (episodes * own + prompts) * KV_BYTES_SMALL < cache_bytes("server_small")
 
 
 def test_two_commands_of_ten_minutes_hold_everything() -> None:
@@ -324,7 +344,6 @@ def test_parts_of_the_gate_benchmark() -> None:
     with pytest.raises(InputError, match="--parts 'x'"):
         bench_gate.parts_of("hf,x")
     gpu = SIZES["gpu"]
-    kv_bytes = 36 * 8 * 128 * 2 * 2  # of one token in the 4B shape
-    needs = gpu.requests * (gpu.prompt_tokens + gpu.output_tokens) * kv_bytes
+    needs = gpu.requests * (gpu.prompt_tokens + gpu.output_tokens) * KV_BYTES_4B
     options = json.loads(session_plan("gpu", "w", "m").services["engine_routed"].command[-5])
     assert needs < options["kv_cache_memory_bytes"], "all requests run at the same time"
