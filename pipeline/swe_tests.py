@@ -17,7 +17,6 @@ from typing import Any
 
 from pipeline.swe_codec import Pipe, decode, encode, words
 
-
 STARTED = b"started\n"
 
 
