@@ -6,13 +6,17 @@ One test starts it against a real vLLM server of SmolLM2.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import phase1_baseline_eval as phase1
+import phase6_final_eval as phase6
 import pytest
 import run_checkpoint
 import run_comparison
@@ -27,6 +31,7 @@ from run_scripted_model import MAX_MODEL_LEN
 from run_scripted_model import scripted_server as scripted_model
 from run_settings import RunSettings, load_settings
 from scripted_server import ScriptedServer, free_port
+from stage1_helpers import Done, run_main
 from swe_run_helpers import MINIATURE, PHASES, ROOT, environment, needs_agents, phase, read, settings_data, write_config
 
 from pipeline.files import InputError, ServerError
@@ -49,6 +54,14 @@ class Base:
 
     def run(self, script: str, *flags: str, config: Path | None = None) -> subprocess.CompletedProcess[str]:
         return phase(script, config or self.config, self.folder.root, *flags)
+
+    def here(self, main: Callable[[], int], *flags: str, config: Path | None = None) -> Done:
+        """A refusal, in this process: what the script would print and exit with."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "TRACE_"))}
+        where = ["--config", config or self.config, "--run-dir", self.folder.root]
+        handler = mock.patch.object(run_server, "interrupt_on_term")  # it would stay set
+        with mock.patch.dict(os.environ, kept, clear=True), handler:
+            return run_main(main, *where, *flags)
 
     def adapter(self, name: str, weights: str = "w") -> Path:
         folder = self.tmp / "adapters" / name
@@ -134,10 +147,10 @@ def test_launch_starts_a_server_and_stops_it(base: Base, tmp_path: Path) -> None
 @needs_agents
 def test_other_settings_on_the_same_folder_are_refused(base: Base, tmp_path: Path) -> None:
     config = write_config(tmp_path, base.data | {"agent": base.data["agent"] | {"step_limit": 13}})
-    done = base.run("phase1_baseline_eval.py", config=config)
+    done = base.here(phase1.main, config=config)
     assert done.returncode == 2 and "another agent.config.agent.step_limit" in done.stderr
     config = write_config(tmp_path, base.data | {"dataset": base.data["dataset"] | {"instances": [LEDGER]}})
-    done = base.run("phase1_baseline_eval.py", config=config)
+    done = base.here(phase1.main, config=config)
     assert done.returncode == 2 and "begun with another dataset" in done.stderr
 
 
@@ -181,17 +194,17 @@ def test_a_resolved_instance_made_by_hand_is_found_by_the_official_code(base: Ba
 def test_phase_6_refuses_other_conditions(base: Base, tmp_path: Path) -> None:
     adapter = str(base.adapter("trained"))
     config = write_config(tmp_path, base.data | {"sampling": {"temperature": 0.2, "max_tokens": 128}})
-    done = base.run("phase6_final_eval.py", "--checkpoint", adapter, config=config)
+    done = base.here(phase6.main, "--checkpoint", adapter, config=config)
     assert done.returncode == 2 and "phase 1 was run with another" in done.stderr and "temperature" in done.stderr
     base.server.max_model_len = 2048
     try:
-        done = base.run("phase6_final_eval.py", "--checkpoint", adapter, "--name", "short")
+        done = base.here(phase6.main, "--checkpoint", adapter, "--name", "short")
     finally:
         base.server.max_model_len = MAX_MODEL_LEN
     assert done.returncode == 2 and "server.max_model_len" in done.stderr
     assert not base.server.adapters, "unloaded after the refusal too"
     changed = base.adapter("other", "new weights")
-    done = base.run("phase6_final_eval.py", "--checkpoint", str(changed), "--name", "trained")
+    done = base.here(phase6.main, "--checkpoint", str(changed), "--name", "trained")
     assert done.returncode == 2 and "is an evaluation of swebench_miniature.trained" in done.stderr
 
 
@@ -202,7 +215,7 @@ def test_checkpoints_that_cannot_be_evaluated(base: Base) -> None:
         (["--checkpoint", "scripted", "--name", "base"], "that is phase 1"),
         (["--checkpoint", "scripted", "--serve"], "starts a model's folder"),
     ):
-        done = base.run("phase6_final_eval.py", *flags)
+        done = base.here(phase6.main, *flags)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("error: ") == 1
 
 
@@ -244,7 +257,9 @@ def test_a_model_folder_must_be_what_is_served(tmp_path: Path) -> None:
 
 
 def test_phase_6_needs_phase_1(tmp_path: Path) -> None:
-    done = phase("phase6_final_eval.py", write_config(tmp_path, settings_data()), tmp_path / "r", "--checkpoint", "x")
+    config = write_config(tmp_path, settings_data())
+    with mock.patch.object(run_server, "interrupt_on_term"):
+        done = run_main(phase6.main, "--config", config, "--run-dir", tmp_path / "r", "--checkpoint", "x")
     assert done.returncode == 2 and "run that evaluation to its end first" in done.stderr
 
 

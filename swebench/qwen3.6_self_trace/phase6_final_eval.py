@@ -97,14 +97,13 @@ def baseline(args: argparse.Namespace, settings: RunSettings, folder: RunFolder)
         InputError: something differs; its names are in the text.
     """
     path = Path(args.baseline) if args.baseline else folder.phase1 / "summary.json"
-    read_summary(path)  # before the instances: "run phase 1" is the first thing to know
-    base = verified_summary(path, settings, frozen(folder))
-    now = protocol_of(settings, shared_config(settings), base.protocol.server)  # the server's part: once it is there
-    if changed := base.protocol.differences(now):
+    protocol = read_summary(path).protocol
+    now = protocol_of(settings, shared_config(settings), protocol.server)  # the server's part: once it is there
+    if changed := protocol.differences(now):
         raise InputError(
             f"phase 1 was run with another {', '.join(changed[:3])}; restore it, or run phase 1 again under a new name"
         )
-    return base
+    return verified_summary(path, settings, frozen(folder))  # last: it takes seconds
 
 
 def dry_run(args: argparse.Namespace, settings: RunSettings, folder: RunFolder) -> int:
