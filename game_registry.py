@@ -210,7 +210,13 @@ def discover(root: str | os.PathLike[str] | None = None) -> dict[str, GameSpec]:
 
 
 def _load_if_game(source: Path) -> None:
-    if "register_game(" in source.read_text(encoding="utf-8"):
+    if not source.is_file():
+        raise GameError(f"environment file {source}: expected a file, found a folder or a device")
+    try:
+        text = source.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise GameError(f"environment file {source}: cannot be read ({error})") from None
+    if "register_game(" in text:
         load_game_file(source)
 
 

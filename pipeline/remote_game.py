@@ -269,7 +269,7 @@ def resolve_game(name: str, root: str | os.PathLike[str] | None = None, isolatio
     if isolation == "none":
         return get_game(name, root)
     folder = resolved(root, "--root") if root is not None else ROOT
-    written = sorted(folder.glob("capability_*_game.py"))
+    written = sorted(f for f in folder.glob("capability_*_game.py") if f.is_file())  # no folder, pipe or device
     for file in sorted(written, key=lambda f: f.stem != f"{name}_game"):
         if re.search(rf"[\"']{re.escape(name)}[\"']", file.read_text(encoding="utf-8", errors="replace")):
             return sandboxed_spec(file, name=name, isolation=isolation)

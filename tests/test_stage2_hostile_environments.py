@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ from game_registry import Failed, GameError, Reply, Scored, Turn, play_sync
 from pipeline import remote_worker, sandbox, validate_environment
 from pipeline.files import InputError, JsonlLog
 from pipeline.panel_evidence import Settings
-from pipeline.remote_game import EnvironmentFault, RemoteGame, SandboxedEnvironment
+from pipeline.remote_game import EnvironmentFault, RemoteGame, SandboxedEnvironment, resolve_game
 
 GOOD = Path(__file__).resolve().parent / "fixtures" / "environments" / "capability_ledger_game.py"
 ISOLATION = "bwrap" if sandbox._probe_bwrap()[0] is not None else "process"
@@ -293,3 +295,19 @@ def test_an_environment_that_wastes_time_is_given_up(changed: Change) -> None:
     began = time.monotonic()
     panel = validate_environment.validate(file, Settings(seeds=20, budget_s=0.5), isolation=ISOLATION)
     assert not panel.passed and "given up" in panel.checks[0].found and time.monotonic() - began < 15
+
+
+def test_what_only_has_the_name_of_an_environment_is_passed_over(tmp_path: Path) -> None:
+    """Stage 2 writes into a folder of environments; folders, devices and other encodings there stop nobody else."""
+    (tmp_path / "capability_a_game.py").mkdir()
+    (tmp_path / "capability_b_game.py").symlink_to("/dev/zero")
+    (tmp_path / "capability_c_game.py").write_bytes(b"\xff\xfe'capability_ledger'")
+    os.mkfifo(tmp_path / "capability_d_game.py")
+    (tmp_path / "capability_e_game.py").symlink_to(tmp_path / "capability_e_game.py")
+    (tmp_path / GOOD.name).write_bytes(GOOD.read_bytes())
+    assert resolve_game("capability_ledger", tmp_path, ISOLATION).name == "capability_ledger"
+    with pytest.raises(GameError, match="unknown game"):
+        resolve_game("capability_nothing", tmp_path, ISOLATION)
+    code = "import warnings, game_registry as g; warnings.simplefilter('ignore')\n"
+    code += f"assert 'capability_ledger' in g.discover({str(tmp_path)!r})\n"
+    subprocess.run([sys.executable, "-c", code], cwd=GOOD.parents[3], check=True, timeout=60)
