@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import subprocess
@@ -58,6 +59,13 @@ def commands(text: str) -> list[list[str]]:
     return found
 
 
+@functools.cache
+def help_of(program: tuple[str, ...]) -> str:
+    done = subprocess.run([sys.executable, *program, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -69,15 +77,10 @@ def commands(text: str) -> list[list[str]]:
 def test_every_command_exists_with_its_flags(text: str) -> None:
     seen = commands((ROOT / text).read_text())
     assert len(seen) >= 4
-    helps: dict[tuple[str, ...], str] = {}
     for words in seen:
         program = tuple(words[:2]) if words[0] == "-m" else tuple(words[:1])
-        if program not in helps:
-            done = subprocess.run([sys.executable, *program, "--help"], cwd=ROOT, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-            helps[program] = done.stdout
         for flag in (w for w in words if w.startswith("-") and w != "-m"):
-            assert re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", helps[program]), f"{program}: {flag}"
+            assert re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", help_of(program)), f"{program}: {flag}"
 
 
 def test_the_prompt_says_what_the_program_checks() -> None:
