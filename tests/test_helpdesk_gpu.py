@@ -384,6 +384,18 @@ def test_products_that_did_not_travel_are_made_again_only_when_needed(tmp_path: 
     assert pending(stages, run) == set()
 
 
+def test_the_command_packs_and_unpacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    fill(run, SIZES["tiny"])
+    for arguments in (["pack", "--size", "tiny", "--out", str(out)], ["unpack", str(out), str(out)]):
+        action, *rest = arguments
+        monkeypatch.setattr(sys, "argv", ["state", action, "--run", str(run), *rest])  # as benchmarks/gpu/helpdesk.sh
+        assert state.main() == 0
+        if action == "pack":
+            run.rename(tmp_path / "before")
+    assert (run / "mine_a" / "selected_capabilities.report.json").exists()
+
+
 @pytest.mark.parametrize("damage", ["missing", "torn", "empty"])
 def test_a_damaged_pack_is_refused_in_one_line(tmp_path: Path, damage: str) -> None:
     run = tmp_path / "run"

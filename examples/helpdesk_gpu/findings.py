@@ -51,11 +51,13 @@ def success_of(run: Path, folder: str, system: str, mode: str = MODE) -> dict[in
     return seed_means(trials_of(data["simulations"]), success=True)
 
 
-def difference(run: Path, a: str, b: str, draws: int, folders: tuple[str, str] = ("score", "score")) -> Interval | None:
+def difference(
+    run: Path, a: str, b: str, draws: int, folders: tuple[str, str] = ("score", "score"), mode: str = MODE
+) -> Interval | None:
     """Success of system ``a`` minus that of ``b``, paired by seed; None when one was not run."""
-    if not all(rollouts_file(run, folder, name).exists() for folder, name in zip(folders, (a, b), strict=True)):
+    if not all(rollouts_file(run, folder, name, mode).exists() for folder, name in zip(folders, (a, b), strict=True)):
         return None
-    return paired_difference(success_of(run, folders[0], a), success_of(run, folders[1], b), draws)
+    return paired_difference(success_of(run, folders[0], a, mode), success_of(run, folders[1], b, mode), draws)
 
 
 def claims(run: Path, names: Sequence[str], size: Size, results: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -87,8 +89,9 @@ def claims(run: Path, names: Sequence[str], size: Size, results: Mapping[str, An
     add("GRPO of the gate does not lose", "optional step", against("routed_grpo", "routed"), "not negative")
     found += [_steps(run, names, draws, scores), *_filter(run, names, size), _diagonal(run, names)]
     folders = ("score_vllm", "score")
-    add("routed: vLLM plugin and transformers agree within noise", "-",
-        difference(run, "routed", "routed", draws, folders), "zero")  # fmt: skip
+    for mode in ("sampled", "greedy"):
+        value = difference(run, "routed", "routed", draws, folders, mode)
+        add(f"routed, {mode}: vLLM plugin and transformers agree within noise", "-", value, "zero")
     if served(run):
         text = "base: transformers and the vLLM server agree within noise"
         add(text, "-", difference(run, "base", "base", draws, folders), "zero")

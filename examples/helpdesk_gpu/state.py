@@ -188,7 +188,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="pack: folder for the parts")
     parser.add_argument("--part-mib", type=float, default=15.0, help="size of a part [%(default)s]")
     parser.add_argument("--limit-mib", type=float, default=60.0, help="size of a pack [%(default)s]")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()  # the folders may come last
     if args.action == "unpack":
         if not args.folders:
             raise InputError("unpack: expected the folders that hold the parts")
