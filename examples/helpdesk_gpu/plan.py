@@ -25,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 QUICKSTART = HERE.parent / "quickstart"
 TARGET = "helpdesk"
 VERDICT = (1,)
+GATE_FILE = "gate.safetensors"
 GATE_ITERATIONS = 4  # whose rollouts a gate learns from (LAST of gate_config.py)
 ENVIRONMENT = {  # of every stage: the candidates beside the shipped ones
     "TRACE_GAME_MODULES": "other_candidates",
@@ -274,9 +275,12 @@ def plain_score(run: Path, model: str, size: Size, names: Sequence[str]) -> Stag
 def gate_score(
     run: Path, model: str, size: Size, name: str, gate: Path, needs: Sequence[str], flag: str = "--gate"
 ) -> Stage:
+    # the file, not the folder: what a system is must not depend on what else lies beside its gate
     return Stage(
         f"11_score_{name}",
-        python(*scoring(model, size, TARGET, size.trials, run / "score", size.max_rows), flag, f"{name}={gate}"),
+        python(
+            *scoring(model, size, TARGET, size.trials, run / "score", size.max_rows), flag, f"{name}={gate / GATE_FILE}"
+        ),
         needs=("10_score_base", *needs),
     )
 

@@ -52,8 +52,8 @@ def routing(run: Path, size: Size, names: Sequence[str]) -> dict[str, Any]:
     folders = {"soft": "routed", "routed_grpo": "grpo"}
     found = {}
     for name, kind in plan.systems(names, size).items():
-        gate = run / "gates" / folders.get(name, name)
-        if kind == "routed" and (gate / "gate.safetensors").exists():
+        gate = run / "gates" / folders.get(name, name) / plan.GATE_FILE
+        if kind == "routed" and gate.exists():
             system = System(name, "routed", gate=str(gate), routing_mode="soft" if name == "soft" else None)
             path = routing_file(run / "score", plan.TARGET, system)
             if path.exists():
