@@ -305,6 +305,21 @@ def test_no_seed_is_dealt_twice_and_mixes_are_fair() -> None:
     assert twin.next_jobs(4) == learner.next_jobs(4)
 
 
+def test_given_tasks_go_round_in_one_shuffled_order() -> None:
+    """A window as long as the set has every task once, over the end of a round and an interruption too."""
+    model, _ = tiny_learners("first")
+    tasks = range(40, 50)
+
+    def learner() -> Learner:
+        return Learner(model, "first", GameMix.parse("a:1"), lr=0.1, weight_decay=0.0, seed=3, tasks=tasks)
+
+    first, second = learner(), learner()
+    seeds = [seed for n in (4, 4, 4, 9) for _, seed in first.next_jobs(n)]
+    assert all(set(seeds[i : i + 10]) == set(tasks) for i in range(len(seeds) - 9)) and seeds[:10] != list(tasks)
+    second.restore_counters(first.counters())
+    assert second.next_jobs(5) == first.next_jobs(5)
+
+
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=12), st.integers(1, 5))
 def test_every_pack_has_one_rank_and_the_load_is_even(sizes: list[int], world: int) -> None:
     class Sized:

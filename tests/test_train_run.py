@@ -86,6 +86,13 @@ def test_rollouts_come_from_the_newest_weights(runs: Runs) -> None:
     assert len(set(seeds)) * 4 <= len(seeds) and min(map(int, seeds)) >= 1_000_000
 
 
+def test_only_the_given_tasks_are_trained_on(runs: Runs) -> None:
+    runs("r", DIGITS, "--max-iters 5 --rollout-log --train-seeds 40:50 --dynamic-sampling-max-batches 1")
+    files = sorted((runs.tmp / "r/rollouts").iterdir())
+    seeds = [[int(e["task_id"]) for e in map(json.loads, path.open())] for path in files]
+    assert [len(set(s)) for s in seeds] == [3] * 5 and {s for part in seeds for s in part} == set(range(40, 50))
+
+
 def test_training_raises_the_reward(runs: Runs) -> None:
     """All that rank-4 adapters under a frozen random head can do in 20 steps is about + 0.1, ten standard errors."""
     runs("r", PRINTABLE, "--max-iters 20 --lr 5e-2 --groups-per-batch 4 --group-size 8")
@@ -171,6 +178,8 @@ def test_resume_is_refused_when_settings_differ(runs: Runs) -> None:
     before = (runs.tmp / "r/config.json").read_bytes(), (runs.tmp / "r/metrics.jsonl").read_bytes()
     with pytest.raises(InputError, match="made with lora_rank=4, now 8"):
         runs("r", DIGITS, "--max-iters 2 --resume --lora-rank 8")
+    with pytest.raises(InputError, match="made with train_seeds=None, now '0:50'"):
+        runs("r", DIGITS, "--max-iters 2 --resume --train-seeds 0:50")
     with pytest.raises(InputError, match="made with seed=0, now 5"):
         runs("r", DIGITS, "--max-iters 2 --resume --seed 5")
     assert before == ((runs.tmp / "r/config.json").read_bytes(), (runs.tmp / "r/metrics.jsonl").read_bytes())
@@ -326,6 +335,9 @@ def test_nan_losses_in_a_row_stop_the_run(runs: Runs, monkeypatch: pytest.Monkey
         ("--game capability_digits --target-modules x_proj", "--target-modules"),
         ("--game capability_digits --eval-seeds 5", "--eval-seeds '5': expected FIRST:END"),
         ("--game capability_digits --eval-seeds 10:2000000", "seeds from 1000000 on are trained on"),
+        ("--game capability_digits --train-seeds 5:4", "--train-seeds '5:4': expected 0 <= FIRST < END"),
+        ("--game capability_digits --train-seeds 0:8", "may need 9 different tasks"),
+        ("--game capability_digits --eval-every 1 --train-seeds 0:10001", "overlaps --eval-seeds 10000:10032"),
         ("--game capability_digits --engine vllm", "set VLLM_BASE_URLS"),
         ("--game capability_digits --report-to pigeons", "expected tensorboard, trackio or wandb"),
         ("--game capability_digits --capabilities capability_printable", "not both"),

@@ -43,7 +43,7 @@ def main() -> int:
     warnings.filterwarnings("ignore", message=".*should not be contained in the prefix.*", module="peft")
     with said_once():
         config = load_config(arguments, dict(os.environ))
-        _check_eval_seeds(config)
+        tasks = _train_seeds(config)
         mixes = {name: GameMix.parse(text) for name, text in config.adapter_games().items()}
         specs = {game: resolve_game(game, config.root or None) for mix in mixes.values() for game in mix.weights}
         resume = _resume_points(config, list(mixes))
@@ -52,7 +52,7 @@ def main() -> int:
         with said_once():
             if ranks.driver:
                 _announce(config, specs)
-            worker, model = _build_worker(config, mixes, ranks, device, resume)
+            worker, model = _build_worker(config, mixes, ranks, device, resume, tasks)
         if ranks.driver:
             return _run(config, worker, model, specs)
         logging.disable(logging.WARNING)
@@ -73,12 +73,25 @@ def _run(config: TrainConfig, worker: Worker, model: Any, specs: dict[str, GameS
     return 0
 
 
-def _check_eval_seeds(config: TrainConfig) -> None:
-    seeds = seed_range(config.eval_seeds, "--eval-seeds")
-    if seeds.stop > FIRST_TRAIN_SEED:
+def _train_seeds(config: TrainConfig) -> range:
+    """The seeds to train on, empty for ever new ones. Nothing that is trained on is evaluated."""
+    evaluated = seed_range(config.eval_seeds, "--eval-seeds")
+    if not config.train_seeds:
+        if evaluated.stop > FIRST_TRAIN_SEED:
+            raise InputError(
+                f"--eval-seeds {config.eval_seeds}: seeds from {FIRST_TRAIN_SEED} on are trained on; use lower ones"
+            )
+        return range(0)
+    seeds = seed_range(config.train_seeds, "--train-seeds")
+    if config.eval_every and seeds.start < evaluated.stop and evaluated.start < seeds.stop:
+        raise InputError(f"--train-seeds {config.train_seeds}: overlaps --eval-seeds {config.eval_seeds}")
+    most = config.groups_per_batch * config.dynamic_sampling_max_batches
+    if len(seeds) < most:
         raise InputError(
-            f"--eval-seeds {config.eval_seeds}: seeds from {FIRST_TRAIN_SEED} on are trained on; use lower ones"
+            f"--train-seeds {config.train_seeds}: an iteration may need {most} different tasks (--groups-per-batch x "
+            f"--dynamic-sampling-max-batches), found {len(seeds)}; give more, or lower one of the two"
         )
+    return seeds
 
 
 def _resume_points(config: TrainConfig, names: list[str]) -> dict[str, Path]:
@@ -109,7 +122,7 @@ def _announce(config: TrainConfig, specs: dict[str, GameSpec]) -> None:
 
 
 def _build_worker(
-    config: TrainConfig, mixes: dict[str, GameMix], ranks: Ranks, device: str, resume: dict[str, Path]
+    config: TrainConfig, mixes: dict[str, GameMix], ranks: Ranks, device: str, resume: dict[str, Path], tasks: range
 ) -> tuple[Worker, Any]:
     if device == "cpu" and ranks.world == 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
@@ -129,7 +142,7 @@ def _build_worker(
     learners = {
         name: Learner(
             model, name, mix, lr=config.lr, weight_decay=config.weight_decay, seed=config.seed,
-            reduce=ranks.sum, rank=ranks.rank, world=ranks.world, sharded=config.shard_base,
+            reduce=ranks.sum, rank=ranks.rank, world=ranks.world, sharded=config.shard_base, tasks=tasks,
         )
         for name, mix in mixes.items()
     }  # fmt: skip

@@ -59,6 +59,7 @@ class TrainConfig(SettingsModel):
     eval_every: int = Field(0, ge=0)
     solved_reward: float = Field(0.9, ge=0, le=1)
     eval_seeds: str = "10000:10032"
+    train_seeds: str = ""
     seed: int = Field(0, ge=0, le=2**31)
     engine: Literal["auto", "vllm", "local"] = "auto"
     shard_base: bool = False
@@ -153,6 +154,7 @@ _HELP = {
     "solved_reward": "without an informative group for some iterations: done from this reward on, below it a fault",
     "eval_every": "held-out greedy evaluation every n iterations, best adapter kept; 0 = never",
     "eval_seeds": "FIRST:END",
+    "train_seeds": "FIRST:END, a fixed set of tasks in a shuffled order, over and over; without it every group is new",
     "engine": "auto = vllm when VLLM_BASE_URLS is set, else local",
     "shard_base": "the frozen base sharded over all ranks of torchrun (FSDP2), when it does not fit into one GPU",
     "root": "folder of capability_*_game.py files",

@@ -376,6 +376,7 @@ def checkpoint_settings(config: TrainConfig) -> dict[str, Any]:
         "lora_alpha": config.lora_alpha,
         "target_modules": sorted(config.target_modules),
         "seed": config.seed,
+        "train_seeds": config.train_seeds or None,  # what checkpoints of earlier versions say
     }
 
 

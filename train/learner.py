@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -84,16 +85,18 @@ class Learner:
         model: the peft model that holds the adapter ``name``.
         reduce: sums a tensor over ranks (identity on one rank).
         sharded: the base lies on all ranks (``train.sharding``), so all of them run the same number of passes.
+        tasks: the seeds to train on; without them every group is a new one from ``FIRST_TRAIN_SEED`` on.
     """
 
     sharded = False
+    _tasks: Sequence[int] = ()  # none: every group is a new one
     solved = False  # nothing left to learn
     empty_iterations = 0  # in a row, up to now: no group carried a signal
     nonfinite_iterations = 0  # in a row, up to now: the update was skipped
 
     def __init__(
         self, model: PeftModel, name: str, mix: GameMix, *, lr: float, weight_decay: float, seed: int,
-        reduce: Reduce = lambda x: x, rank: int = 0, world: int = 1, sharded: bool = False,
+        reduce: Reduce = lambda x: x, rank: int = 0, world: int = 1, sharded: bool = False, tasks: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.model, self.name, self.mix = model, name, mix
         self.reduce, self.rank, self.world, self.sharded = reduce, rank, world, sharded
@@ -103,15 +106,18 @@ class Learner:
         )
         self.version = 0  # of the weights; the sampler's name is <name>@v<version>
         self.iteration = 0
-        first = FIRST_TRAIN_SEED + seed * 10_000_000
+        # One fixed order: as long as no iteration needs more groups than there are tasks, it has none twice.
+        self._tasks = random.Random(seed).sample(tasks, len(tasks))
+        first = 0 if tasks else FIRST_TRAIN_SEED + seed * 10_000_000
         self.next_seed = dict.fromkeys(mix.weights, first)
         self.best_reward: float | None = None  # of the held-out evaluations so far
 
     def next_jobs(self, n: int) -> list[tuple[str, int]]:
-        """(game, seed) of the next ``n`` groups; no seed is ever dealt twice."""
+        """(game, seed) of the next ``n`` groups: no seed is ever dealt twice, or the given tasks go round."""
         jobs = []
         for game in self.mix.deal(n):
-            jobs.append((game, self.next_seed[game]))
+            at = self.next_seed[game]
+            jobs.append((game, self._tasks[at % len(self._tasks)] if self._tasks else at))
             self.next_seed[game] += 1
         return jobs
 

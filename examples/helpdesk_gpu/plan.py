@@ -1,7 +1,7 @@
 """The stages of the helpdesk evidence run: published stage commands with everything filled in, most valuable first.
 
 Every method gets the same number of rollouts: four adapters of ``b`` iterations each, against one adapter of ``4 b``
-iterations, either on the target's own tasks (``direct``) or on the four environments together (``joint``). Each
+iterations, either on the target's mined tasks (``direct``) or on the four environments together (``joint``). Each
 training runs once; what it was after fewer iterations is taken from its checkpoints.
 """
 
@@ -156,7 +156,10 @@ def training_runs(run: Path, size: Size, names: Sequence[str]) -> dict[str, tupl
     fair = len(names) * last
     return {
         "train": (list(names), last, ["--capabilities", ",".join(games)]),
-        "direct": (["direct"], fair, ["--games", f"{TARGET}:1", "--name", "direct", "--no-rollout-log"]),
+        "direct": (
+            ["direct"], fair,
+            ["--games", f"{TARGET}:1", "--name", "direct", "--no-rollout-log", "--train-seeds", f"0:{size.mine_seeds}"],
+        ),
         "joint": (
             ["joint"], fair, ["--games", ",".join(f"{g}:1" for g in games), "--name", "joint", "--no-rollout-log"],
         ),

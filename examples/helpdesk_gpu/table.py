@@ -32,7 +32,7 @@ from train.svg import interval_chart, line_chart
 MODES = {"greedy": "greedy", "sampled": "temperature 1"}
 LABELS = {
     "base": "base",
-    "direct": "GRPO on helpdesk's own tasks, same rollouts",
+    "direct": "GRPO on the mined helpdesk tasks themselves, same rollouts",
     "joint": "one adapter on all environments, same rollouts",
     "merge": "linear merge",
     "ties": "TIES merge",
