@@ -83,7 +83,7 @@ async def measure(args: argparse.Namespace, url: str, settings: dict[str, Any]) 
     scenarios, sampling = shipped(), Sampling(args.temperature, args.max_tokens)
     path = args.work_dir / "rollouts.jsonl"
     done = _earlier(path, settings)
-    todo = [(s, i) for _, s in scenarios for i in range(args.rollouts) if (s.name, i) not in done]
+    todo = [(s, i) for i in range(args.rollouts) for _, s in scenarios if (s.name, i) not in done]
     line = ProgressLine("rollouts", len(todo))
     gate = asyncio.Semaphore(args.concurrency)
     async with TextClient(Endpoint(url, args.served_name)) as client:
@@ -189,7 +189,7 @@ def _parser() -> Parser:
     add("--rollouts", type=positive_int, default=10, help="rollouts of a scenario")
     add("--tries", type=positive_int, default=4, help="tries of synthesis")
     add("--temperature", type=float, default=1.0, help="of both models")
-    add("--max-tokens", type=positive_int, default=256, help="longest answer of the solver")
+    add("--max-tokens", type=positive_int, default=160, help="longest answer of the solver")
     add("--write-max-tokens", type=positive_int, default=2048, help="longest answer of the writer")
     add("--concurrency", type=positive_int, default=32, help="rollouts at a time")
     add("--seed", type=non_negative_int, default=0, help="seed of sampling")
@@ -208,9 +208,9 @@ def main() -> int:
     sandbox.find_isolation(args.isolation)  # before a server is started for nothing
     args.served_name = args.model if args.base_url else Path(args.model).name
     args.work_dir.mkdir(parents=True, exist_ok=True)
-    names = ("rollouts", "temperature", "max_tokens", "seed")
+    names = ("temperature", "max_tokens", "seed")
     settings = {"model": args.served_name, **{name: getattr(args, name) for name in names}}
-    result: dict[str, Any] = {"schema_version": 1, "settings": settings}
+    result: dict[str, Any] = {"schema_version": 1, "settings": {**settings, "rollouts": args.rollouts}}
     began = time.monotonic()
     with _server(args) as url:
         result["server_start_s"] = round(time.monotonic() - began, 1)
