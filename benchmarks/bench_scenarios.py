@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import signal
 import subprocess
 import sys
 import time
@@ -211,6 +212,7 @@ def main() -> int:
     names = ("temperature", "max_tokens", "seed")
     settings = {"model": args.served_name, **{name: getattr(args, name) for name in names}}
     result: dict[str, Any] = {"schema_version": 1, "settings": {**settings, "rollouts": args.rollouts}}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout`: the server that was started ends too
     began = time.monotonic()
     with _server(args) as url:
         result["server_start_s"] = round(time.monotonic() - began, 1)
