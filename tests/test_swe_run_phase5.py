@@ -6,16 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import generated_env
+import phase2_capability_mining as phase2
+import phase3_synthesis as phase3
+import phase4_env_validation as phase4
 import phase5_training as phase5
 import pytest
 import swe_phase_helpers as helpers
 import yaml
+from forked_commands import forked
 from run_folder import RunFolder
 from run_settings import RunSettings, load_settings
 from scripted_answers import SOLVES_EVERY, token_answers
 from scripted_server import ScriptedServer
 from stage2_helpers import scenario as small
-from steps import Step
+from steps import Step, call
 from swe_phase_helpers import Run, ScriptedAnswers, fill_phase1
 from tiny_models import tiny_model_folder
 
@@ -24,7 +28,6 @@ from pipeline.files import InputError
 from pipeline.scenarios import load_scenarios, save_scenarios
 from train.config import load_config
 
-SCRIPT = "phase5_training.py"
 NAMES = ["deep_call_graph_traversal", "semantic_logic_precision"]
 
 
@@ -189,8 +192,13 @@ TINY = {
 }  # fmt: skip
 
 
-def test_phases_2_to_5(tmp_path: Path) -> None:
-    """A scripted model labels, writes and solves; a random model of a few kilobytes is trained, gated and exported."""
+def test_phases_2_to_5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scripted model labels, writes and solves; a random model of a few kilobytes is trained, gated and exported.
+
+    The trainers are processes of their own, with the commands and variables of the phases; ``steps.call``, which starts
+    them otherwise, and the phases as scripts: test_swe_run_steps.py, test_swe_run_phase2.py, test_swe_run_phase3.py.
+    """
+    monkeypatch.setattr("steps.call", forked(call))
     model = tiny_model_folder(tmp_path / "model", max_position_embeddings=16_384)
     answers = ScriptedAnswers()
     with ScriptedServer(
@@ -199,12 +207,11 @@ def test_phases_2_to_5(tmp_path: Path) -> None:
     ) as server:  # fmt: skip
         run = Run(tmp_path, server.url, training=TINY | {"base_model": str(model)})
         fill_phase1(run)
-        phase3 = f"phase3_synth_{NAMES[0]}.py"
-        for script in ("phase2_capability_mining.py", phase3, "phase4_env_validation.py", SCRIPT):
-            done = run.phase(script)
-            assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
+        for main in (phase2.main, lambda: phase3.main_for(NAMES[0], ""), phase4.main, phase5.main):
+            done = run.here(main)
+            assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         asked = len(server.requests)
-        again = run.phase("phase4_env_validation.py")
+        again = run.here(phase4.main)
         assert again.returncode == 0 and len(server.calls("/v1/completions")) > 0 and len(server.requests) == asked
 
     report = run.read("phase4", f"{NAMES[0]}.json")
@@ -224,7 +231,7 @@ def _check_training(run: Run) -> None:
     exported = run.read("phase5", "exported", "config.json")
     assert exported["architectures"] == ["TraceRoutedLlamaForCausalLM"]
     assert exported["trace_gate"]["slot_names"] == ["base", NAMES[0]]
-    again = run.phase(SCRIPT)  # what a kill between two sub-steps leaves undone: test_swe_run_steps.py
+    again = run.here(phase5.main)  # what a kill between two sub-steps leaves undone: test_swe_run_steps.py
     assert again.returncode == 0 and again.stdout.count("done before") == 4
 
 
