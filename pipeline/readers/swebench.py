@@ -29,7 +29,10 @@ SYNONYMS = {
     "empty": ("empty_patch_ids", "no_generation"),
     "submitted": ("submitted_ids", "ids_submitted"),
     "completed": ("completed_ids", "ids_completed"),
+    "broken": ("infra_failure_ids",),
 }
+BROKEN = "the environment broke while the tests ran"
+BROKEN_PERHAPS = "the harness' summary lists a broken environment"
 
 
 class Tests(BaseModel):
@@ -46,6 +49,7 @@ class Report(BaseModel):
     patch_is_None: StrictBool | None = None
     patch_exists: StrictBool | None = None
     patch_successfully_applied: StrictBool | None = None
+    infra_failure: StrictBool | None = None  # swebench 5: the log shows that the environment broke
     tests_status: dict[StrictStr, Tests] | None = None
 
 
@@ -73,6 +77,11 @@ class Verdicts:
             self.submitted.setdefault(instance, source)
         if instance in self.by_id:
             known, where = self.by_id[instance]
+            if BROKEN_PERHAPS in (known.reason, verdict.reason) and known.outcome != verdict.outcome:
+                # a summary looks for signs in every log; a report has weighed them against the tests' verdicts
+                if known.reason == BROKEN_PERHAPS:
+                    self.by_id[instance] = (verdict, source)
+                return
             if known.outcome != verdict.outcome:
                 raise InputError(
                     f"{instance} is {known.outcome} in {where} and {verdict.outcome} in {source}; "
@@ -131,6 +140,8 @@ def _of_report(report: Report) -> Verdict:
         return Verdict("passed", 1.0)
     if report.resolved is None and not (report.patch_is_None or report.patch_exists is False):
         return Verdict("unknown", reason="the report has no resolved field")
+    if report.infra_failure:
+        return Verdict("infrastructure", reason=BROKEN, fault="harness")
     return Verdict("failed", 0.0, "; ".join(_components(report)) or "unresolved")
 
 
@@ -161,10 +172,11 @@ def _read_summary(path: Path, verdicts: Verdicts) -> None:
         unresolved = [i for i in groups["completed"] or groups["submitted"] or [] if i not in {*resolved, *outside}]
     for instance in set(resolved) & set(unresolved):
         raise InputError(f"{where}: {instance} is both resolved and unresolved; write the summary again")
-    submitted = groups["submitted"]
+    submitted, broken = groups["submitted"], groups["broken"] or []
     for ids, verdict in (
         (resolved, Verdict("passed", 1.0)),
-        (unresolved, Verdict("failed", 0.0, "unresolved")),
+        ([i for i in unresolved if i not in broken], Verdict("failed", 0.0, "unresolved")),
+        ([i for i in unresolved if i in broken], Verdict("infrastructure", reason=BROKEN_PERHAPS, fault="harness")),
         (groups["empty"], Verdict("failed", 0.0, "empty patch")),
         (groups["error"], Verdict("infrastructure", reason="error in the harness", fault="harness")),
         (groups["incomplete"], Verdict("infrastructure", reason="not run to its end", fault="harness")),

@@ -60,7 +60,7 @@ def run(settings: RunSettings, folder: RunFolder) -> int:
     parts = {"mine": value.restrict(record.split.mine), "score": value.restrict(record.split.score)}
     sys.stdout.write("\n".join(lines(summary, value, parts)) + "\n")
     sys.stdout.write(f"report: {folder.phase1 / 'report.json'}, summary: {folder.phase1 / 'summary.json'}\n")
-    return 1 if value.ids("agent_error") or value.ids("harness_error") else 0
+    return 1 if value.errors() else 0
 
 
 def lines(summary: Summary, value: Account, parts: dict[str, Account]) -> list[str]:

@@ -159,7 +159,7 @@ def run(args: argparse.Namespace, settings: RunSettings, folder: RunFolder, chec
     value = summary.to_account()
     path, text = compare(folder, base, comparable_ones(settings, folder, summary), PARTS[args.instances])
     sys.stdout.write("\n".join(table(f"{summary.name} ({PARTS[args.instances]})", value)) + f"\n\n{text}\n{path}\n")
-    return 1 if value.ids("agent_error") or value.ids("harness_error") else 0
+    return 1 if value.errors() else 0
 
 
 def comparable_ones(settings: RunSettings, folder: RunFolder, newest: Summary) -> list[Summary]:

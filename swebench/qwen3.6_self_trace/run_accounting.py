@@ -26,15 +26,17 @@ from pipeline.readers.swebench import Report, Verdicts, read_verdicts
 End = Literal[
     "resolved",
     "unresolved",  # graded, the tests do not pass
-    "patch_failed",  # graded, the patch does not apply
+    "patch_failed",  # graded, the patch does not apply, or its tests gave no verdict
     "empty_patch",  # submitted nothing
     "limit",  # steps, time or context used up
     "format",  # no readable action, several times in a row
     "agent_error",  # server, container or process failed
     "harness_error",  # a patch, and no report of it
+    "infra_failure",  # the harness' report says that the environment broke
     "not_run",
 ]
-Graded = Literal["resolved", "unresolved", "patch_failed"]
+Graded = Literal["resolved", "unresolved", "patch_failed", "infra_failure"]
+ERRORS: tuple[End, ...] = ("agent_error", "harness_error", "infra_failure")  # none of the agent; in the denominator
 ENDS: tuple[End, ...] = get_args(End)
 OF_AGENT: Mapping[str, End] = {"limit": "limit", "format": "format", "infrastructure": "agent_error"}
 
@@ -60,12 +62,16 @@ class Account:
     def pass_at_1(self) -> Estimate:
         return self.share("resolved")
 
+    def errors(self) -> list[str]:
+        """The instances that ended in an error; the next call tries them again."""
+        return sorted(i for i, e in self.ends.items() if e in ERRORS)
+
     def restrict(self, ids: Sequence[str]) -> Account:
         wanted = set(ids)
         return Account({i: e for i, e in self.ends.items() if i in wanted})
 
     def to_json(self) -> dict[str, Any]:
-        shares = {"error": self.share("agent_error", "harness_error"), "empty_patch": self.share("empty_patch")}
+        shares = {"error": self.share(*ERRORS), "empty_patch": self.share("empty_patch")}
         shares |= {"limit_terminated": self.share("limit"), "format": self.share("format")}
         shares |= {"patch_failed": self.share("patch_failed"), "not_run": self.share("not_run")}
         return {
@@ -109,11 +115,13 @@ def _end(
 
 
 def of_reports(reports: Mapping[str, Report]) -> dict[str, Graded]:
-    """The verdicts of harness reports."""
+    """The verdicts of harness reports. One that names a broken environment is no verdict about the patch."""
     verdicts: dict[str, Graded] = {}
     for instance_id, report in reports.items():
         if report.resolved:
             verdicts[instance_id] = "resolved"
+        elif report.infra_failure:
+            verdicts[instance_id] = "infra_failure"
         else:
             verdicts[instance_id] = "patch_failed" if report.patch_successfully_applied is False else "unresolved"
     return verdicts

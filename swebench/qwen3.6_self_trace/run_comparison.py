@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from run_accounting import ENDS, Account, End, estimate_json
+from run_accounting import ENDS, ERRORS, Account, End, estimate_json
 from run_evaluation import Summary
 from run_folder import RunFolder
 
@@ -17,7 +17,7 @@ from pipeline.files import InputError, write_json, write_text
 from train.evaluation_stats import Interval, paired_difference
 
 HEADS: tuple[tuple[str, tuple[End, ...]], ...] = (
-    ("errors", ("agent_error", "harness_error", "not_run")),
+    ("errors", (*ERRORS, "not_run")),
     ("empty patch", ("empty_patch",)),
     ("limit", ("limit", "format")),
     ("patch fails", ("patch_failed",)),

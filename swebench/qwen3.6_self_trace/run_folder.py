@@ -119,20 +119,38 @@ class RunFolder:
         """Hold the folder: a second phase on it at the same time is refused.
 
         Raises:
-            InputError: another process holds it, or it cannot be made.
+            InputError: another process holds it, or it cannot be made; or what runs meanwhile cannot read or write a
+                file (a full disk, a folder in a file's place), which is named.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             lock = open(self.root / ".lock", "a")  # noqa: SIM115 - closed below
         except OSError as error:
             raise InputError(f"run folder {self.root}: cannot be used ({error.strerror}); choose another") from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield
-        except BlockingIOError:
-            raise InputError(f"run folder {self.root}: another phase is running on it; wait for it to end") from None
-        finally:
-            lock.close()
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                text = f"run folder {self.root}: another phase is running on it; wait for it to end"
+                raise InputError(text) from None
+            with plain_faults(self.root):
+                yield
+
+
+@contextlib.contextmanager
+def plain_faults(root: Path) -> Iterator[None]:
+    """Turn an ``OSError`` of what runs inside into an ``InputError`` that names the file.
+
+    A disk fills, a mount turns read-only, a folder lies where a file should: at any of many places, none of which
+    could do more about it than end the phase. What is finished is kept.
+    """
+    try:
+        yield
+    except OSError as error:
+        place = error.filename if error.filename is not None else root
+        raise InputError(
+            f"{place}: {error.strerror or error}; put that right and run the same command again, which goes on"
+        ) from error
 
 
 class Split(BaseModel):
@@ -330,7 +348,7 @@ class DryRun:
         found: list[str] = []
         try:
             yield found
-        except (ValueError, RuntimeError) as error:  # InputError, ServerError
+        except (ValueError, RuntimeError, OSError) as error:  # InputError, ServerError, an unreadable file
             if self.planned and not there:
                 sys.stdout.write(f"LATER {name}\n")
             else:

@@ -7,7 +7,6 @@ and the official run summary. ``<out>/report.json`` is all instance reports in o
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import os
 import re
 import secrets
@@ -26,13 +25,16 @@ from run_settings import RunSettings
 
 from pipeline import sandbox
 from pipeline.command_line import ProgressLine
-from pipeline.files import InputError, ServerError, check, parse_json, read_json, write_json, write_text
+from pipeline.files import InputError, ServerError, check, parse_json, read_json, read_text, write_json, write_text
 from pipeline.readers.swebench import Report
 
 RUN_ID = "trace"
 DRIVER = Path(__file__).resolve().with_name("run_grading_driver.py")
 DRIVER_TIMEOUT_S = 600.0
 MEMORY_MB, PROCESSES, FILE_MB, TMP_MB, OUTPUT_MB = 1024, 64, 16, 128, 4.0
+# What the harness' log says where it writes no report though the patch is at fault; grading here reports both.
+AT_FAULT = re.compile(r">>>>> Patch Apply Failed:|Test timed out after \d+ seconds")
+NO_VERDICT = {"patch_is_None": False, "patch_exists": True, "patch_successfully_applied": False, "resolved": False}
 VERDICT = re.compile(r"^(\S+ \(\S+\)) \.\.\. (ok|FAIL|ERROR)$", re.M)
 TESTBED = "/tmp/testbed"  # the only place that a sandbox can write to
 
@@ -114,7 +116,7 @@ def run_id_of(where: Path) -> str:
     """The harness' name of the run that is graded in ``where``. It is part of its containers' names, so two runs on one
     Docker host must not share it: each would remove the other's."""
     path = where / "run_id"
-    return path.read_text(encoding="utf-8").strip() if path.exists() else RUN_ID
+    return read_text(path, "run id").strip() if path.exists() else RUN_ID
 
 
 def log_folder(where: Path, prediction: Prediction) -> Path:
@@ -124,7 +126,8 @@ def log_folder(where: Path, prediction: Prediction) -> Path:
 
 
 def _drop_stale(where: Path, predictions: Mapping[str, Prediction], *, unfinished: bool = False) -> None:
-    """Remove reports of patches that have changed since (an instance that ended in an error was run again).
+    """Remove reports of patches that have changed since (an instance that ended in an error was run again), and those
+    that say that the environment broke: they are graded again.
 
     Args:
         unfinished: also what has no report; on Modal the harness passes over every folder that is there.
@@ -134,17 +137,40 @@ def _drop_stale(where: Path, predictions: Mapping[str, Prediction], *, unfinishe
         patch = logs / "patch.diff"
         text = (prediction.model_patch or "").encode("utf-8", "surrogatepass")
         same = patch.is_file() and patch.read_bytes() == text  # bytes: a patch may have any line ends
-        if logs.is_dir() and not (same and ((logs / "report.json").exists() or not unfinished)):
+        report = logs / "report.json"
+        keep = same and not broken(report) and (report.exists() or not unfinished)
+        if logs.is_dir() and not keep:
             shutil.rmtree(logs)
         elif logs.exists() and not logs.is_dir():
             logs.unlink()
+
+
+def broken(path: Path) -> bool:
+    """Whether a ``report.json`` says that the environment broke, or is damaged: it is no verdict."""
+    try:
+        reports = read_json(path, "report") if path.exists() else {}
+    except InputError:
+        return True
+    if not isinstance(reports, dict):
+        return True
+    return any(not isinstance(report, dict) or report.get("infra_failure") for report in reports.values())
+
+
+def at_fault(logs: Path) -> bool:
+    """Whether the harness wrote no report because the patch does not apply, or its tests ran out of time."""
+    log = logs / "run_instance.log"
+    if (logs / "report.json").exists() or not log.is_file():
+        return False
+    return AT_FAULT.search(log.read_text(encoding="utf-8", errors="replace")) is not None
 
 
 def _collect(where: Path, predictions: Mapping[str, Prediction]) -> dict[str, Any]:
     reports: dict[str, Any] = {}
     for instance_id, prediction in sorted(predictions.items()):
         path = log_folder(where, prediction) / "report.json"
-        if path.exists():
+        if at_fault(path.parent):
+            reports[instance_id] = NO_VERDICT
+        elif path.exists():
             report = read_json(path, "report")
             if not isinstance(report, dict) or instance_id not in report:
                 raise InputError(f"report {path}: expected an object with {instance_id}; delete it and grade again")
@@ -215,6 +241,7 @@ def regraded(
         write_json(Path(folder) / "job.json", _job(where, instances, predictions))
         printed = _drive(settings, where, "again", Path(folder) / "job.json")
     found = parse_json(printed, f"grading of {where}")
+    found |= {i: NO_VERDICT for i, prediction in predictions.items() if at_fault(log_folder(where, prediction))}
     return {i: check(Report, report, f"report of {i}") for i, report in found.items()}
 
 
@@ -226,8 +253,8 @@ def raw_reports(where: Path, predictions: Mapping[str, Prediction]) -> dict[str,
     """
     for instance_id, prediction in predictions.items():
         logs = log_folder(where, prediction)
-        text = (prediction.model_patch or "").encode("utf-8", "surrogatepass")
-        if (logs / "report.json").exists() and (logs / "patch.diff").read_bytes() != text:
+        text, patch = (prediction.model_patch or "").encode("utf-8", "surrogatepass"), logs / "patch.diff"
+        if (logs / "report.json").exists() and not (patch.is_file() and patch.read_bytes() == text):
             raise InputError(f"{logs / 'patch.diff'}: is not the patch that {instance_id} handed in; grade it again")
     return {i: check(Report, report, f"report of {i}") for i, report in _collect(where, predictions).items()}
 
@@ -310,4 +337,4 @@ def contradicted(output: str) -> str | None:
 def harness_summary(where: Path) -> Any:
     """The official run summary, where the harness wrote one."""
     found = sorted(where.glob(f"*.{run_id_of(where)}.json"))
-    return json.loads(found[0].read_text(encoding="utf-8")) if found else None
+    return read_json(found[0], "run summary of the harness") if found else None
