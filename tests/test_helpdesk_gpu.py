@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.files import InputError, ServerError, write_json
+from pipeline.files import InputError, ServerError, read_json, write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "helpdesk_gpu"))
 
@@ -360,6 +360,24 @@ def test_what_does_not_fit_is_said_and_comes_with_the_next_pack(tmp_path: Path) 
     assert len(list(run.glob("adapters_3/*/*.safetensors"))) < 10  # what the first pack has is not in the second
     state.unpack(run, [tmp_path / "one", tmp_path / "two"])
     assert len(list(run.glob("adapters_3/*/*.safetensors"))) == 10
+
+
+def test_a_third_machine_gets_the_packs_of_two(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    packs(run, fill(run, SIZES["tiny"]), tmp_path / "one", 60.0)
+    run.rename(tmp_path / "first")
+    state.unpack(run, [tmp_path / "one"])
+    write_json(record_of(run, "09_config_routed"), {"seconds": 7.0, "peak_bytes": 1, "command": []})
+    assert packs(run, every_stage(run, "tiny"), tmp_path / "two", 60.0) == []
+    assert {p.name[:6] for p in (tmp_path / "two").iterdir()} == {"pack02"}  # never a number that is taken
+    assert sum(p.stat().st_size for p in (tmp_path / "two").glob("*.weights.tar.*")) <= 10240  # an empty tar
+    run.rename(tmp_path / "second")
+    for order in (["one", "two"], ["two", "one"]):
+        state.unpack(run, [tmp_path / name for name in order])
+        assert read_json(record_of(run, "09_config_routed"), "record")["seconds"] == 7.0
+        weights = f"adapters_3/{NAMES[0]}/adapter_model.safetensors"
+        assert (run / weights).read_bytes() == (tmp_path / "first" / weights).read_bytes()
+        run.rename(tmp_path / "-".join(order))
 
 
 def test_an_unfinished_training_is_not_carried_half(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ export SIZE MODEL="${MODEL:-models/smollm2}" PYTHON
 TOTAL_S=${TOTAL_S:-560}   # for everything: unpacking, the server's start, the stages, packing
 PACK_S=${PACK_S:-45}      # of them for the table and for packing
 
-if [ -n "${STATE_FROM:-}" ] && [ ! -d "$RUN/done" ]; then
+if [ -n "${STATE_FROM:-}" ] && [ ! -f "$RUN/packed.json" ]; then
   # shellcheck disable=SC2086
   "$PYTHON" examples/helpdesk_gpu/state.py unpack --run "$RUN" $STATE_FROM || exit 2
 fi

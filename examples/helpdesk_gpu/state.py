@@ -33,6 +33,7 @@ from pipeline.files import InputError, run_cli, write_json
 MIB = 2**20
 PART = re.compile(r"pack(\d+)\.(text\.tar\.xz|weights\.tar)\.(\d\d)")
 SMALL = ("done", "logs", "mine_a", "mine_b", "environments", "score", "score_vllm", "transfer", "results")
+PACKED = "packed.json"  # what the packs so far have: path -> size, mtime in ns, number of the pack
 LEFT = ("report.html", "state.safetensors")  # made again from the rest
 
 
@@ -85,7 +86,7 @@ def pack(run: Path, size: Size, stages: Sequence[Stage], out: Path, part_mib: fl
         InputError: the text alone is over the limit.
     """
     todo = pending(stages, run)
-    record = run / "packed.json"
+    record = run / PACKED
     before: dict[str, list[int]] = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
     number = 1 + max((pack for *_, pack in before.values()), default=0)
     out.mkdir(parents=True, exist_ok=True)
@@ -149,6 +150,8 @@ def split(file: Path, size: int) -> list[Path]:
 def unpack(run: Path, folders: Sequence[Path]) -> list[str]:
     """Put all packs in ``folders`` into ``run``, the oldest first; returns their names.
 
+    The run knows then what they have, so that its next pack has the next number and none of their weights.
+
     Raises:
         InputError: no pack there, or a part is missing or damaged.
     """
@@ -159,6 +162,7 @@ def unpack(run: Path, folders: Sequence[Path]) -> list[str]:
     if not found:
         raise InputError(f"{', '.join(map(str, folders))}: no pack there; expected files like pack01.text.tar.xz.00")
     run.mkdir(parents=True, exist_ok=True)
+    taken: dict[str, list[int]] = {}
     for (number, kind), parts in sorted(found.items()):
         if sorted(parts) != list(range(len(parts))):
             raise InputError(
@@ -170,11 +174,17 @@ def unpack(run: Path, folders: Sequence[Path]) -> list[str]:
                 sink.write(parts[index].read_bytes())
         try:
             with tarfile.open(whole) as tar:
+                members = tar.getnames()
                 tar.extractall(run, filter="data")
         except (tarfile.TarError, EOFError, OSError) as error:
             raise InputError(f"pack {number}, {kind}: damaged ({error}); fetch its parts again") from None
         finally:
             whole.unlink()
+        taken[f"pack{number:02d}.{kind}"] = [0, 0, number]
+        for name in members:
+            stat = (run / name).lstat()
+            taken[name] = [stat.st_size, stat.st_mtime_ns, number]
+    write_json(run / PACKED, taken)
     return [f"pack{number:02d}.{kind}" for number, kind in sorted(found)]
 
 
