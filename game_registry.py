@@ -29,28 +29,17 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import tool_calls
+from environment_calls import AgentError as AgentError
+from environment_calls import EnvironmentFault, as_unicode, guard, list_of, require_json
 from tool_calls import RESPOND, Action, ParsedTurn, ToolSchema, parse_turn
 from tool_calls import Message as Message
 from tool_calls import read_json_call as read_json_call
 
-ROLES = frozenset({"system", "user", "assistant", "tool"})
 ROOT = Path(__file__).resolve().parent
 
 
 class GameError(ValueError):
     """A fault of a registration, a name or an environment module; the text says what to do."""
-
-
-class AgentError(RuntimeError):
-    """The agent could not answer for a reason that is not the policy's (dead server, deadline, nonsense reply).
-
-    ``kind`` becomes the outcome's kind, so the episode leaves every rate and baseline.
-    """
-
-    def __init__(self, kind: str, detail: str) -> None:
-        super().__init__(f"{kind}: {detail}")
-        self.kind = kind
-        self.detail = detail
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,81 +351,32 @@ async def play(
     except TimeoutError:
         result.outcome = Failed("timeout", f"episode exceeded {deadline_s} s")
     except AgentError as error:
-        result.outcome = Failed(error.kind, _unicode(error.detail))
-    except _EnvironmentFault as error:
-        result.outcome = Failed("environment", _unicode(str(error)))
+        result.outcome = Failed(error.kind, as_unicode(error.detail))
+    except EnvironmentFault as error:
+        result.outcome = Failed("environment", as_unicode(str(error)))
     if isinstance(result.outcome, Failed):
         result.finish_reason = result.outcome.kind
     return result
 
 
-class _EnvironmentFault(RuntimeError):
-    pass
-
-
-def _guard(method: Callable[..., Any], *args: Any) -> Any:
-    """Call foreign environment code; whatever it raises is an environment fault with its own text."""
-    try:
-        return method(*args)
-    except AgentError:
-        raise  # a user simulator inside the environment lost its server
-    except (Exception, SystemExit) as error:  # sys.exit in an environment must not end the command
-        name = args[1] if method is getattr else getattr(method, "__name__", "call")
-        raise _EnvironmentFault(f"{name} raised {type(error).__name__}: {error}") from error
-
-
-def _unicode(text: str) -> str:
-    """``text`` with half characters (lone surrogates), which no file can hold, as question marks."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def _require_json(what: str, value: Any) -> None:
-    """Rollouts are written as JSON in UTF-8: no NaN, no lone surrogate, no object of a library."""
-    try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise _EnvironmentFault(f"{what} holds what JSON cannot: {error}") from None
-
-
-def _list_of(kind: str, method: Callable[[], Any], known: int = 0) -> list[Any]:
-    """What ``get_messages`` or ``get_tool_schemas`` returns, checked to be what the contract says.
-
-    Args:
-        known: items at the start whose text was checked before.
-    """
-    items = _guard(method)
-    if not isinstance(items, list | tuple):
-        raise _EnvironmentFault(f"{method.__name__}() must return a list, found {type(items).__name__}")
-    for item in items:
-        if kind == "message":
-            fine = isinstance(item, dict) and item.get("role") in ROLES
-            fine = fine and isinstance(item.get("content"), str | list | None)
-        else:
-            fine = isinstance(item, dict) and isinstance(item.get("function", item).get("name"), str)
-        if not fine:
-            raise _EnvironmentFault(f"{method.__name__}() holds what is no {kind}: {item!r:.80}")
-    _require_json(f"{method.__name__}()", items[known:])
-    return list(items)
-
-
 async def _play(spec: GameSpec, env: Game, agent: Agent, seed: int, hinted: bool, result: EpisodeResult) -> None:
-    _guard(env.reset, seed)
-    system = spec.base_prompt if spec.base_prompt is not None else _guard(env.get_system_prompt)
+    guard(env.reset, seed)
+    system = spec.base_prompt if spec.base_prompt is not None else guard(env.get_system_prompt)
     if hinted and spec.hint_prompt:
         system = f"{system}\n\n{spec.hint_prompt}"
     if not isinstance(system, str):
-        raise _EnvironmentFault(f"get_system_prompt() must return text, found {type(system).__name__}")
-    _require_json("get_system_prompt()", system)
-    tools = result.tools = _list_of("tool schema", env.get_tool_schemas)
-    seen = _list_of("message", env.get_messages)
+        raise EnvironmentFault(f"get_system_prompt() must return text, found {type(system).__name__}")
+    require_json("get_system_prompt()", system)
+    tools = result.tools = list_of("tool schema", env.get_tool_schemas)
+    seen = list_of("message", env.get_messages)
     new = [{"role": "system", "content": system}, *seen] if system else list(seen)
     messages = result.messages
     messages.extend(new)
     n_seen = len(seen)
     result.finish_reason = "max_steps"
-    max_steps = _guard(getattr, env, "max_steps")
+    max_steps = guard(getattr, env, "max_steps")
     if not isinstance(max_steps, int):
-        raise _EnvironmentFault(f"max_steps must be an integer, found {max_steps!r:.60}")
+        raise EnvironmentFault(f"max_steps must be an integer, found {max_steps!r:.60}")
     for index in range(max_steps):
         reply = await agent(Turn(index, messages, new, tools))
         if reply.finish_reason == "context":
@@ -450,20 +390,20 @@ async def _play(spec: GameSpec, env: Game, agent: Agent, seed: int, hinted: bool
         new = [] if parsed.error is None else [{"role": "user", "content": f"Error: {parsed.error}."}]
         result.truncated_turns += reply.finish_reason == "length"
         for action in parsed.actions:
-            if _guard(getattr, env, "done"):
+            if guard(getattr, env, "done"):
                 break
             payload = json.dumps(action, ensure_ascii=False)
             # a step that waits for a server, or says that it is slow, runs in a thread; other episodes go on meanwhile
             if spec.needs_user_llm or getattr(env, "slow_step", False):
-                await asyncio.to_thread(_guard, env.step, payload)
+                await asyncio.to_thread(guard, env.step, payload)
             else:
-                _guard(env.step, payload)
-            current = _list_of("message", env.get_messages, n_seen)
+                guard(env.step, payload)
+            current = list_of("message", env.get_messages, n_seen)
             new.extend(dict(m) for m in current[n_seen:] if m.get("role") != "assistant")
             n_seen = len(current)
         tool_calls.link_tool_results(messages[-1], new)
         messages.extend(new)
-        if _guard(getattr, env, "done"):
+        if guard(getattr, env, "done"):
             result.finish_reason = "done"
             break
     result.summary, result.outcome = _score(env)
@@ -482,15 +422,15 @@ def _parse_reply(spec: GameSpec, reply: Reply, tools: list[ToolSchema]) -> Parse
 def _score(env: Game) -> tuple[dict[str, Any], Outcome]:
     finalize = getattr(env, "_finalize_with_verification", None)
     if finalize is not None:
-        _guard(finalize)
-    summary = _guard(env.get_summary)
+        guard(finalize)
+    summary = guard(env.get_summary)
     if not isinstance(summary, dict) or "reward" not in summary:
-        raise _EnvironmentFault(f"get_summary() must return a dict with 'reward', found {summary!r:.80}")
+        raise EnvironmentFault(f"get_summary() must return a dict with 'reward', found {summary!r:.80}")
     reward = summary["reward"]
     is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
     if not is_number or not 0 <= reward <= 1:  # NaN and infinities fail the comparison
-        raise _EnvironmentFault(f"reward must be a finite number in [0, 1], found {reward!r:.80}")
-    _require_json("get_summary()", summary)
+        raise EnvironmentFault(f"reward must be a finite number in [0, 1], found {reward!r:.80}")
+    require_json("get_summary()", summary)
     return dict(summary), Scored(float(reward))
 
 

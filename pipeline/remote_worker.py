@@ -78,7 +78,7 @@ class Source:
 
     def inside(self) -> tuple[str | None, list[tuple[str, str]]]:
         """The path of the file as the worker sees it, and what must be bound for it."""
-        names = ["game_registry.py", "tool_calls.py", "pipeline/game_worker.py"]
+        names = ["game_registry.py", "environment_calls.py", "tool_calls.py", "pipeline/game_worker.py"]
         shipped = self.file is not None and self.file.parent == ROOT / "games"
         if self.file is None:
             names += ["games", *(p.name for p in sorted(ROOT.glob("capability_*_game.py")))]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 import math
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 

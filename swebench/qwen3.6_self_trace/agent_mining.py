@@ -23,7 +23,7 @@ from pipeline.readers import swebench
 from pipeline.readers.plan import READERS, make_plan
 from pipeline.split import parse_shares, part_of
 
-PROGRAMS = ("pipeline", "game_registry.py", "tool_calls.py", "render_pipeline.py", "prompts")
+PROGRAMS = ("pipeline", "game_registry.py", "environment_calls.py", "tool_calls.py", "render_pipeline.py", "prompts")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "rendered", "adapters", "*.pyc", "run_*.json", "selected_*.json")
 
 
