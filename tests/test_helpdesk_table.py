@@ -149,12 +149,27 @@ def test_the_table_says_what_was_measured(finished: Path) -> None:
     assert not [c for c in data["claims"] if c["verdict"] == "open"]
 
 
+def test_sentences_say_what_was_accepted_trained_and_sampled_where(finished: Path) -> None:
+    text = table.markdown(table.collect(finished, SIZE))
+    assert f"Trained: {', '.join(NAMES)}, the candidates of the highest Delta" in text
+    assert f"the filter accepts {NAMES[0]}, {NAMES[1]}.\nAfter a second mining run" in text  # two of the four
+    assert "Model m, base and adapters sampled by a vLLM server, gates by transformers" in text  # not the server's name
+    assert "the capabilities' adapters together 36 (300), GRPO on the mined tasks 144 (1200)" in text
+    assert "Not among them: mining, calibration" in text
+    write_episodes(finished / "score", {"base": 0.2}, model="models/m")
+    select(finished, "a", (0.1, 0.1, 0.0, 0.0))
+    data = table.collect(finished, SIZE)
+    assert "Model m, sampled by transformers" in table.markdown(data) and "accepts none." in table.markdown(data)
+    page = table.page(data, {})
+    assert "the filter accepts none" in page and "same number of rollouts" not in page
+
+
 def test_claims_that_do_not_hold_are_said(finished: Path) -> None:
     worse = {"routed": 0.5, "merge": 0.7, "routed_grpo": 0.45, "first_1": 0.55, "rejected": 0.6}
     write_episodes(finished / "score", worse)
     write_episodes(finished / "score_vllm", {"base": 0.4, "routed": 0.9})
     data = table.collect(finished, SIZE)
-    lost = ["best single adapter (", "linear merge does not", "GRPO of the gate", "number of cap", "filter rejects"]
+    lost = ["best single adapter (", "linear merge does not", "GRPO of the gate", "number of cap", "beat the other 4"]
     differ = ["routed, sampled: vLLM", "routed, greedy: vLLM", "the vLLM server agree"]
     for text in lost + differ:
         assert claim(data, text)["verdict"].startswith("no"), text

@@ -84,8 +84,9 @@ def claims(run: Path, names: Sequence[str], size: Size, results: Mapping[str, An
     add("routed beats TIES", "not reported", against("routed", "ties"))
     add("routed beats the prompt-chosen adapter", "yes", against("routed", "chosen"))
     add("routed beats the soft gate", "not reported", against("routed", "soft"))
-    add("routed beats GRPO on the target at equal rollouts", "about +10 points", against("routed", "direct"))
-    add("routed beats one adapter on everything at equal rollouts", "+7.9 points on tau2", against("routed", "joint"))
+    budget = "at the same budget of rollouts"  # what each used is in the costs
+    add(f"routed beats GRPO on the target {budget}", "about +10 points", against("routed", "direct"))
+    add(f"routed beats one adapter on everything {budget}", "+7.9 points on tau2", against("routed", "joint"))
     add("GRPO of the gate does not lose", "optional step", against("routed_grpo", "routed"), "not negative")
     found += [_steps(run, names, draws, scores), *_filter(run, names, size), _diagonal(run, names)]
     folders = ("score_vllm", "score")
@@ -102,6 +103,12 @@ def served(run: Path) -> bool:
     """Whether the rollouts of the base came from a server."""
     file = rollouts_file(run, "score", "base")
     return file.exists() and read_json(file, "rollouts file")["info"]["settings"]["model"] != _local_model(run)
+
+
+def model_name(run: Path) -> str | None:
+    """Of the base on the score seeds, whatever a server calls it; None before it was scored."""
+    local = _local_model(run)
+    return Path(local).name if local else None
 
 
 def _local_model(run: Path) -> str | None:
@@ -142,12 +149,12 @@ def _steps(run: Path, names: Sequence[str], draws: int, scores: Mapping[str, Any
 
 
 def _filter(run: Path, names: Sequence[str], size: Size) -> list[dict[str, Any]]:
-    """The capabilities of the highest Delta against as many that it rejects, and against random choices of all
-    candidates (their mean)."""
+    """The capabilities of the highest Delta against the other candidates, and against random choices of all candidates
+    (their mean)."""
     draws = [gate for gate in plan.gate_members(names, size) if gate.startswith("random_")]
-    found = []
+    found, others = [], len(plan.rejected_names(names))
     for text, gates in (
-        (f"the {len(names)} capabilities of the highest Delta beat those that the filter rejects", ["rejected"]),
+        (f"the {len(names)} candidates of the highest Delta beat the other {others}", ["rejected"]),
         (f"they beat {len(names)} random candidates (mean of {len(draws)} draws)", draws),
     ):
         value = None

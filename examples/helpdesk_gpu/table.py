@@ -43,6 +43,19 @@ LABELS = {
     "routed_grpo": "token top-1 gate after GRPO",
     "union": "union of base and adapters (ceiling)",
 }
+TRAININGS = {
+    "train": "the capabilities' adapters together",
+    "direct": "GRPO on the mined tasks",
+    "joint": "one adapter on all environments",
+    "others": "the other candidates' adapters together",
+}
+SAMPLED = {
+    True: "base and adapters sampled by a vLLM server, gates by transformers",
+    False: "sampled by transformers",
+}
+BESIDE = (
+    "Not among them: mining, calibration, and what the gate's GRPO samples. A single adapter has its part of the first."
+)
 
 
 def collect(run: Path, size: Size) -> dict[str, Any]:
@@ -63,6 +76,7 @@ def collect(run: Path, size: Size) -> dict[str, Any]:
         "count": count(results, names),
         "filter": filter_rows(results, names, run, size),
         "transfer": transfer(run, names),
+        "accepted": [str(e["skill"]) for e in plan.ranked_capabilities(run) if e["selected"]],
         "selection": findings.selection_agreement(*parts) if other.exists() else None,
         "environments": [environment(run, name) for name in plan.ALL_CANDIDATES],
         "choice": scores.choice(run),
@@ -75,9 +89,8 @@ def collect(run: Path, size: Size) -> dict[str, Any]:
 
 
 def info(run: Path, size: Size) -> dict[str, Any]:
-    base = findings.rollouts_file(run, "score", "base")
-    model = read_json(base, "rollouts file")["info"]["settings"]["model"] if base.exists() else None
-    found = {"model": model, "seeds": size.score_seeds, "trials": size.trials}
+    found = {"model": findings.model_name(run), "served": findings.served(run)}
+    found |= {"seeds": size.score_seeds, "trials": size.trials}
     return found | {"size": dataclasses.asdict(size), "machine": machine.machine(run)}
 
 
@@ -246,17 +259,23 @@ def transfer_table(data: Mapping[str, Any]) -> list[str]:
 def remarks(data: Mapping[str, Any]) -> list[str]:
     """What the numbers are of, in sentences."""
     costs, info, lines = data["costs"], data["info"], []
+    lines += [f"Trained: {', '.join(data['capabilities'])}, the candidates of the highest Delta; the filter accepts "
+              f"{', '.join(data['accepted']) or 'none'}."]  # fmt: skip
     if data["selection"] is not None:
-        chosen = [", ".join(s) or "nothing" for s in data["selection"]["selected"]]
-        lines += [f"Two mining runs on different tasks selected {chosen[0]}; and {chosen[1]} (Jaccard index "
+        again = ", ".join(data["selection"]["selected"][1]) or "none"
+        lines += [f"After a second mining run, on other tasks, it accepts {again} (Jaccard index "
                   f"{data['selection']['jaccard']:.2f})."]  # fmt: skip
-    used = [f"{name} {run['rollouts']} ({run['sampled_tokens']})" for name, run in costs["training"].items()]
+    used = [
+        f"{TRAININGS[name]} {run['rollouts']} ({run['sampled_tokens']})"
+        for name, run in sorted(costs["training"].items(), key=lambda item: list(TRAININGS).index(item[0]))
+    ]
     if used:
-        lines += [f"Rollouts (sampled tokens) of the trainings: {', '.join(used)}."]
+        lines += [f"Rollouts (sampled tokens) of the trainings: {', '.join(used)}. {BESIDE}"]
     versions = ", ".join(f"{name} {version}" for name, version in info["machine"].items())
     minutes = f"{sum(costs['pieces_s']) / 60:.0f} minutes in {len(costs['pieces_s'])} pieces"
     minutes += f" ({costs['total_s'] / 60:.0f} stage minutes in {len(costs['stage_seconds'])} stages)"
-    lines += [f"Model {info['model']}, {info['trials']} trials, seeds {info['seeds']}; {minutes}; {versions}."]
+    lines += [f"Model {info['model']}, {SAMPLED[info['served']]}, {info['trials']} per seed at temperature 1, seeds "
+              f"{info['seeds']}; {minutes}; {versions}."]  # fmt: skip
     return lines
 
 
@@ -269,8 +288,9 @@ def page(data: Mapping[str, Any], drawn: Mapping[str, str]) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters |= {"percent": percent, "signed": signed, "verdict": verdict}
     return environment.from_string(template).render(
-        data=data, figures={name: Markup(svg) for name, svg in drawn.items()}, modes=MODES
-    )
+        data=data, figures={name: Markup(svg) for name, svg in drawn.items()}, modes=MODES, trainings=TRAININGS,
+        beside=BESIDE, sampled=SAMPLED,
+    )  # fmt: skip
 
 
 def main() -> int:
