@@ -273,8 +273,8 @@ def test_a_coding_agent_gets_the_mine_part_and_nothing_else(tmp_path: Path) -> N
     seen = "\n".join(f"{p.name} {p.read_text()}" for p in files)
     assert all(name in seen for name in MINE) and not any(name in seen for name in SCORE)
     names = {p.relative_to(root).parts[0] for p in root.rglob("*") if p.is_file()}
-    programs = {"pipeline", "prompts", "game_registry.py", "environment_calls.py", "tool_calls.py", "render_pipeline.py"}
-    assert names == programs | {"results", "labels", "config.yaml"}
+    modules = {"game_registry.py", "environment_calls.py", "tool_calls.py", "render_pipeline.py"}
+    assert names == modules | {"pipeline", "prompts", "results", "labels", "config.yaml"}
     prompt = (run.folder.phase2 / "agent" / "prompt.md").read_text()
     assert "--input results/trajectories results/evaluation" in prompt and str(run.folder.phase1) not in prompt
 
