@@ -12,14 +12,17 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_train_learner import items_for
+from tiny_models import tiny_model
 from train_helpers import adapter_copy, largest_change, tiny_learners, update_config
 
 from pipeline.files import InputError
 from train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from train.learner import Learner
 from train.lora import (
+    attach_adapter,
     copy_adapter,
     load_adapter_files,
+    lora_config,
     restore_adapter,
     save_adapter,
     save_tensors,
@@ -163,6 +166,18 @@ def test_writing_over_an_adapter_replaces_it_whole(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     assert {t.dtype for t in load_adapter_files(tmp_path / "a")[0].values()} == {torch.bfloat16}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "a.safetensors"]  # no temporary is left
+
+
+def test_every_adapter_names_the_base_that_it_rests_on(tmp_path: Path) -> None:
+    """peft notes the base in the first adapter of a model only; phase 6 and other loaders ask each."""
+    model = tiny_model()
+    model.name_or_path = "org/base"
+    for name in ("first", "second", "third"):
+        model = attach_adapter(model, name, lora_config(2, 4), seed=0)
+    for name in ("first", "second", "third"):
+        save_adapter(model, name, tmp_path / name)
+        for form in (tmp_path / name, tmp_path / f"{name}.safetensors"):
+            assert load_adapter_files(form)[1]["base_model_name_or_path"] == "org/base"
 
 
 def test_copies_are_complete(tmp_path: Path) -> None:

@@ -64,6 +64,8 @@ def attach_adapter(model: Any, name: str, config: LoraConfig, seed: int) -> Peft
         torch.manual_seed(seed)
         try:
             if isinstance(model, PeftModel):
+                first = next(iter(model.peft_config.values()))  # peft names the base in the first adapter only
+                config.base_model_name_or_path = first.base_model_name_or_path
                 model.add_adapter(name, config)
                 peft_model = model
             else:
