@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import run_grading
 from run_accounting import Account, End, account, of_files, of_reports
 from run_folder import DryRun, RunFolder
 from run_grading import Prediction
+from swe_phase_helpers import PHASES
 
 from pipeline.files import InputError
 from pipeline.readers.swebench import Report, Verdicts, read_verdicts
@@ -145,3 +149,34 @@ def test_a_dry_run_says_which_file_it_could_not_read(capsys: pytest.CaptureFixtu
     with checks.checking("disk"):
         raise PermissionError(errno.EACCES, "Permission denied", "z")
     assert checks.exit_code == 2 and capsys.readouterr().out == "FAIL  disk: [Errno 13] Permission denied: 'z'\n"
+
+
+def test_the_folder_stays_held_until_a_killed_phases_child_has_ended(tmp_path: Path) -> None:
+    """A trainer that is still writing its checkpoint, and the one of the next start, must not meet."""
+    child = (
+        "import pathlib, signal, sys, time\n"
+        f"def end(*_): time.sleep(0.7); pathlib.Path('{tmp_path}/last').touch(); sys.exit()\n"
+        f"signal.signal(signal.SIGTERM, end); pathlib.Path('{tmp_path}/begun').touch(); time.sleep(60)"
+    )
+    code = (
+        f"import sys; sys.path.insert(0, {str(PHASES)!r}); from pathlib import Path\n"
+        "import run_folder, steps\n"
+        f"with run_folder.RunFolder(Path({str(tmp_path)!r})).locked(): steps.call([sys.executable, '-c', {child!r}])"
+    )
+    phase = subprocess.Popen([sys.executable, "-c", code], cwd=PHASES.parents[1])
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "begun").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    phase.kill()
+    phase.wait()
+    with pytest.raises(InputError, match="another phase is running on it"), RunFolder(tmp_path).locked():
+        pass
+    while True:
+        try:
+            with RunFolder(tmp_path).locked():
+                assert (tmp_path / "last").exists()
+                return
+        except InputError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)

@@ -417,7 +417,8 @@ def test_a_server_of_our_own_ends_with_its_command(tmp_path: Path) -> None:
         assert not run_server.alive(load_settings(config))
 
 
-def test_a_server_of_our_own_ends_when_we_are_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_of_our_own_ends_when_we_are_stopped(tmp_path: Path, sign: signal.Signals) -> None:
     config = write_config(tmp_path, server_settings(tmp_path))
     settings = load_settings(config)
     line = [*command("run_server.py", config, tmp_path / "run"), "--", "sleep", "600"]
@@ -427,9 +428,11 @@ def test_a_server_of_our_own_ends_when_we_are_stopped(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     time.sleep(0.7)  # the command has begun
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 130
-    assert not run_server.alive(settings)
+    process.send_signal(sign)
+    assert process.wait(30) == (130 if sign == signal.SIGTERM else -9)
+    while run_server.alive(settings):  # after SIGKILL: it would keep the GPUs and the port
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_server_that_dies_at_its_start_says_why(tmp_path: Path) -> None:

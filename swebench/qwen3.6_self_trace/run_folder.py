@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, StrictStr
 from run_settings import DEFAULT_CONFIG, ROOT, ModelSettings, RunSettings, digest, load_settings
+from steps import HELD_LOCKS
 
 from pipeline.command_line import Parser
 from pipeline.files import InputError, check, read_json, resolved, write_json
@@ -133,8 +134,12 @@ class RunFolder:
             except BlockingIOError:
                 text = f"run folder {self.root}: another phase is running on it; wait for it to end"
                 raise InputError(text) from None
-            with plain_faults(self.root):
-                yield
+            HELD_LOCKS.add(lock.fileno())
+            try:
+                with plain_faults(self.root):
+                    yield
+            finally:
+                HELD_LOCKS.discard(lock.fileno())
 
 
 @contextlib.contextmanager

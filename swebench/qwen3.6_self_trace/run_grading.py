@@ -22,6 +22,7 @@ from run_agent_config import source_repository
 from run_dataset import Instance
 from run_folder import RunFolder, agent_python
 from run_settings import RunSettings
+from steps import HELD_LOCKS, ending_with_us
 
 from pipeline import sandbox
 from pipeline.command_line import ProgressLine
@@ -187,7 +188,11 @@ def _grade_by_harness(settings: RunSettings, folder: RunFolder, out: Path, where
     command += ["--modal", str(settings.grading.backend == "modal").lower(), "--report_dir", "."]
     command += ["--instance_ids", *ids]
     with open(where / "harness.log", "ab") as log:
-        code = subprocess.run(command, cwd=where, stdout=log, stderr=log, stdin=subprocess.DEVNULL).returncode
+        # ends with us: two harnesses under one run id would remove each other's containers
+        code = subprocess.run(
+            command, cwd=where, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+            preexec_fn=ending_with_us(), pass_fds=tuple(HELD_LOCKS),
+        ).returncode  # fmt: skip
     if code != 0:
         tail = " ".join((where / "harness.log").read_text(errors="replace").split())[-300:]
         raise ServerError(f"grading: the harness ended with {code}; {where / 'harness.log'} ends with: {tail}")

@@ -27,7 +27,7 @@ from pathlib import Path
 import run_server
 from run_folder import RunFolder
 from run_settings import ROOT, RunSettings, load_settings
-from steps import shown
+from steps import ending_with_us, shown
 
 from pipeline.command_line import Parser
 from pipeline.files import InputError, resolved, run_cli, write_json, write_text
@@ -80,7 +80,9 @@ def scripted_model(log: Path, name: str) -> Iterator[str]:
         command += ["--tokenizer", str(SMOLLM2)]
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=sink, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=sink, stderr=sink, start_new_session=True, preexec_fn=ending_with_us()
+        )
     url = f"http://127.0.0.1:{port}"
     settings = RunSettings.model_validate({"run_name": "probe", "model": {"name": name, "base_url": url}})
     try:

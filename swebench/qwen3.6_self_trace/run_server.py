@@ -27,6 +27,7 @@ from typing import Any
 
 from run_folder import open_phase, phase_parser, server_from_environment
 from run_settings import RunSettings, ServerSettings, server_flag
+from steps import ending_with_us
 
 from pipeline.files import InputError, ServerError, run_cli
 
@@ -179,8 +180,9 @@ def running(settings: RunSettings, log: Path, model: str | None = None) -> Itera
     try:
         with open(log, "ab") as sink:
             process = subprocess.Popen(
-                command, env=os.environ | settings.server.env, stdout=sink, stderr=sink, start_new_session=True
-            )
+                command, env=os.environ | settings.server.env, stdout=sink, stderr=sink, start_new_session=True,
+                preexec_fn=ending_with_us(),
+            )  # fmt: skip
     except OSError as error:
         raise InputError(f"server.command {command[0]}: cannot be started ({error.strerror})") from None
     try:
@@ -245,7 +247,7 @@ def run_with_server(settings: RunSettings, log: Path, command: Sequence[str]) ->
 
 def _run(command: Sequence[str], env: dict[str, str]) -> int:
     try:
-        process = subprocess.Popen(command, env=env)
+        process = subprocess.Popen(command, env=env, preexec_fn=ending_with_us())
     except OSError as error:
         raise InputError(f"command {command[0]}: cannot be started ({error.strerror})") from None
     try:

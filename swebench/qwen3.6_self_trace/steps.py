@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PR_SET_PDEATHSIG = 1
 PLACES = ("--base-url", "--solver-base-url", "VLLM_BASE_URLS")
 TERM_GRACE_S = 20.0  # a trainer finishes writing its checkpoint
+HELD_LOCKS: set[int] = set()  # of run folders: children hold them too, so a killed phase's last writer is waited for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +111,20 @@ def shown(line: Sequence[str]) -> str:
     return shlex.join(words)
 
 
+def ending_with_us() -> Callable[[], None]:
+    """``preexec_fn`` of a child that gets SIGTERM when this process is killed. To be called in the main thread: the
+    signal comes when the thread that started the child ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    parent = os.getpid()
+
+    def ask_for_it() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # killed before the line above
+            os._exit(143)
+
+    return ask_for_it
+
+
 def call(command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
     """Run a command in the project's root and wait; its exit code (128 + n for signal n).
 
@@ -118,18 +133,12 @@ def call(command: Sequence[str], environment: Mapping[str, str] | None = None) -
     Raises:
         InputError: it cannot be started.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    parent = os.getpid()
-
-    def die_with_parent() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # killed before the line above
-            os._exit(143)
-
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(environment or {})}
     try:
-        process = subprocess.Popen(command, cwd=ROOT, env=variables, preexec_fn=die_with_parent)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=variables, preexec_fn=ending_with_us(), pass_fds=tuple(HELD_LOCKS)
+        )
     except OSError as error:
         raise InputError(f"{command[0]}: cannot be started ({error.strerror}); check the installation") from None
 
