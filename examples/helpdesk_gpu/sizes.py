@@ -84,7 +84,7 @@ SIZES = {
     ),
     "tiny": Size(
         mine_seeds=8, mine_samples=1, calibrate_seeds=2, calibrate_samples=4, group_size=4, groups=2,
-        budgets=(2, 3), lr=4e-4, lora_rank=4, gate_steps=10, gate_iters=1, gate_min_reward=0.0,
+        budgets=(2, 3), lr=4e-4, lora_rank=2, gate_steps=10, gate_iters=1, gate_min_reward=0.0,
         score_seeds="10000:10002", trials=1, transfer_trials=1, draws=1, max_rows=64, bootstrap=200, parallel=2,
         plugin_flags=CPU_PLUGIN,
     ),
