@@ -148,6 +148,23 @@ def test_the_training_settings_are_valid(tmp_path: Path, monkeypatch: pytest.Mon
     assert adapters == {*plan.ALL_CANDIDATES, "direct", "joint"}
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_direct_trains_on_the_mined_tasks_and_no_other_run_does(
+    tmp_path: Path, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from train.__main__ import _train_seeds
+    from train.config import build_parser, load_config
+
+    monkeypatch.chdir(ROOT)
+    stages = {s.name: s for s in every_stage(tmp_path, size)}
+    mined = stages["01_rollouts_a"]
+    first, number = int(flag(mined, "--seed-start")), int(flag(mined, "--num-seeds"))
+    for key in ("train", "direct", "joint", "others"):
+        arguments = list(stages[f"07_train_{key}"].command[3:])
+        seeds = _train_seeds(load_config(vars(build_parser().parse_args(arguments)), {}))  # refuses too few tasks
+        assert seeds == (range(first, first + number) if key == "direct" else range(0))
+
+
 def test_the_gate_after_grpo_is_scored_when_there_is_one(tmp_path: Path) -> None:
     with_it = {s.name for s in every_stage(tmp_path)}
     (tmp_path / "gates" / "grpo" / "gate.safetensors").unlink()
