@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 import run_grading
+import run_server
 from run_accounting import Account, End, account, of_files, of_reports
+from run_agents import outcome_of
 from run_folder import DryRun, RunFolder
 from run_grading import Prediction
+from run_settings import ModelSettings, RunSettings
 from swe_phase_helpers import PHASES
 
-from pipeline.files import InputError
+from pipeline.files import InputError, ServerError, write_json
 from pipeline.readers.swebench import Report, Verdicts, read_verdicts
 
 BROKEN = {"resolved": False, "patch_successfully_applied": False, "infra_failure": True}
@@ -155,7 +158,7 @@ def test_the_folder_stays_held_until_a_killed_phases_child_has_ended(tmp_path: P
     """A trainer that is still writing its checkpoint, and the one of the next start, must not meet."""
     child = (
         "import pathlib, signal, sys, time\n"
-        f"def end(*_): time.sleep(0.7); pathlib.Path('{tmp_path}/last').touch(); sys.exit()\n"
+        f"def end(*_): time.sleep(2); pathlib.Path('{tmp_path}/last').touch(); sys.exit()\n"
         f"signal.signal(signal.SIGTERM, end); pathlib.Path('{tmp_path}/begun').touch(); time.sleep(60)"
     )
     code = (
@@ -180,3 +183,23 @@ def test_the_folder_stays_held_until_a_killed_phases_child_has_ended(tmp_path: P
         except InputError:
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+# --------------------------------------------------------------------------- texts that no file or header can hold
+
+
+def test_an_agent_that_hands_in_a_lone_surrogate_does_not_stop_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "t.traj.json"
+    info = {"exit_status": "Submitted", "submission": "diff \udcff", "exception_str": "\ud800"}
+    path.write_text(json.dumps({"info": info, "messages": []}))
+    outcome = outcome_of(ID, path, tmp_path / "log", 0.0, 1)
+    assert (outcome.kind, outcome.patch, outcome.detail) == ("submitted", "diff ?", "?")
+    write_json(tmp_path / "outcome.json", outcome.model_dump(mode="json"))
+
+
+@pytest.mark.parametrize("key", ["secret\nkey", "secret\u00e9key"])
+def test_a_key_that_cannot_be_sent_is_not_shown(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    with pytest.raises(ServerError, match=r"^VLLM_API_KEY: holds a character") as error:
+        run_server.request(RunSettings(run_name="r", model=ModelSettings(name="m")), "/v1/models")
+    assert "secret" not in str(error.value)

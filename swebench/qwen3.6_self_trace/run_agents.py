@@ -97,17 +97,22 @@ def outcome_of(instance_id: str, trajectory: Path, log: Path, seconds: float, at
         last = text.splitlines()[-1] if text else "no message"
         return Outcome(kind="infrastructure", exit_status="NoTrajectory", detail=last[:DETAIL_CHARS], **common)
     info = data.info
-    patch, status = info.submission or "", info.exit_status or ""
-    kind = classify(status, patch, info.exception_str or "")
+    patch, status, why = map(_unicode, (info.submission, info.exit_status, info.exception_str))
+    kind = classify(status, patch, why)
     return Outcome(
         kind=kind,
         exit_status=status,
-        detail=(info.exception_str or "")[:DETAIL_CHARS],
+        detail=why[:DETAIL_CHARS],
         patch=patch if kind == "submitted" else "",
         model_calls=int(info.model_stats.get("api_calls") or 0),
         truncated=sum(_finish_reason(m) == "length" for m in data.messages),
         **common,
     )
+
+
+def _unicode(text: str | None) -> str:
+    """``text`` with a question mark for each lone surrogate, which no file can hold: one agent must not stop a run."""
+    return (text or "").encode("utf-8", "replace").decode()
 
 
 def _finish_reason(message: Mapping[str, Any]) -> str | None:

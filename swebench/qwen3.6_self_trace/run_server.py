@@ -52,6 +52,8 @@ def request(settings: RunSettings, path: str, body: Any = None, timeout_s: float
     url = root_url(settings.model.base_url) + path
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get(settings.model.api_key_env):
+        if not (key.isascii() and key.isprintable()):  # the library's own error would show the key
+            raise ServerError(f"{settings.model.api_key_env}: holds a character that no HTTP header can; set it again")
         headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
     try:
