@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "he
 import findings
 import machine
 import other_candidates
+import run as evidence_run
 import scores
 import table
 from scheduler import record_of
@@ -141,7 +143,9 @@ def test_the_table_says_what_was_measured(finished: Path) -> None:
     assert curve["direct", 2] == (96, 0.3) and curve["direct", 3] == (144, 0.45)  # four times the iterations
     shown = {e["name"]: (e["validation_passed"], e["calibration_passed"]) for e in data["environments"]}
     assert shown[NAMES[1]] == (True, False) and shown[other_candidates.NAMES[0]] == (None, None)
-    assert data["costs"]["training"]["direct"] == {"rollouts": 144, "sampled_tokens": 1200}
+    assert data["costs"]["training"]["direct"] == {
+        "rollouts": 144, "sampled_tokens": 1200, "finished": False,
+    }  # fmt: skip
     assert data["costs"]["pieces_s"] == [60.0, 120.0] and data["info"]["machine"]["torch"]
     assert "; 3 minutes in 2 pieces" in table.markdown(data)
     assert data["choice"]["picks"] == {NAMES[0]: 30, "base": 10} and data["choice"]["invalid_share"] == 0.125
@@ -149,12 +153,32 @@ def test_the_table_says_what_was_measured(finished: Path) -> None:
     assert not [c for c in data["claims"] if c["verdict"] == "open"]
 
 
+@pytest.mark.parametrize("stop", [False, True])
+def test_every_piece_counts_also_one_that_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: bool
+) -> None:
+    def execute(_: object) -> int:
+        if stop:
+            raise KeyboardInterrupt
+        return 75
+
+    monkeypatch.setattr(evidence_run.Scheduler, "execute", execute)
+    monkeypatch.setattr(evidence_run.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["run", "--size", "tiny", "--run", str(tmp_path), "--model", "m"])
+    with pytest.raises(KeyboardInterrupt) if stop else contextlib.nullcontext():
+        evidence_run.main()
+    (piece,) = [json.loads(line) for line in (tmp_path / "pieces.jsonl").read_text().splitlines()]
+    assert piece["exit"] == (130 if stop else 75) and len(machine.wall_seconds(tmp_path)) == 1
+
+
 def test_sentences_say_what_was_accepted_trained_and_sampled_where(finished: Path) -> None:
     text = table.markdown(table.collect(finished, SIZE))
     assert f"Trained: {', '.join(NAMES)}, the candidates of the highest Delta" in text
     assert f"the filter accepts {NAMES[0]}, {NAMES[1]}.\nAfter a second mining run" in text  # two of the four
+    write_json(record_of(finished, "07_train_train"), {"seconds": 3.0, "peak_bytes": 1, "command": []})
+    text = table.markdown(table.collect(finished, SIZE))
     assert "Model m, base and adapters sampled by a vLLM server, gates by transformers" in text  # not the server's name
-    assert "the capabilities' adapters together 36 (300), GRPO on the mined tasks 144 (1200)" in text
+    assert "the capabilities' adapters together 36 (300), GRPO on the mined tasks 144 (1200; goes on)" in text
     assert "Not among them: mining, calibration" in text
     write_episodes(finished / "score", {"base": 0.2}, model="models/m")
     select(finished, "a", (0.1, 0.1, 0.0, 0.0))
@@ -199,6 +223,10 @@ def test_a_table_before_anything_is_scored_is_not_an_error(finished: Path) -> No
     data = table.collect(finished, SIZE)
     assert data["rows"] == [] and {c["verdict"] for c in data["claims"] if "routed beats" in c["claim"]} == {"open"}
     assert table.page(data, table.figures(data)) and table.markdown(data)
+    text = table.markdown(data)
+    assert text.startswith("| claim |") and "Nothing is scored yet" in text and "None" not in text
+    assert "best single adapter |" in text  # no name before one is known
+    assert "Nothing is scored yet, seeds" in table.page(data, table.figures(data))
 
 
 def test_the_filter_is_compared_with_the_rejected_and_the_mean_of_the_draws(finished: Path) -> None:

@@ -69,16 +69,17 @@ def claims(run: Path, names: Sequence[str], size: Size, results: Mapping[str, An
     """
     draws, found = size.bootstrap, []
     scores = results.get(MODE, {})
-    best = next((row["best_single"] for row in scores.values() if row.get("best_single")), None) or names[0]
+    best = next((row["best_single"] for row in scores.values() if row.get("best_single")), None)
 
     def add(claim: str, paper: str, value: Interval | None, wanted: str = "positive") -> None:
         found.append({"claim": claim, "paper": paper, **_verdict(value, wanted)})
 
-    def against(a: str, b: str) -> Interval | None:
-        return difference(run, a, b, draws)
+    def against(a: str, b: str | None) -> Interval | None:
+        return difference(run, a, b, draws) if b else None
 
     add("routed beats the base", "+15.3 points on tau2", against("routed", "base"))
-    add(f"routed beats the best single adapter ({best})", "yes", against("routed", best))
+    known = f" ({best})" if best else ""
+    add(f"routed beats the best single adapter{known}", "yes", against("routed", best))
     add("the linear merge does not beat the best single adapter", "yes", against("merge", best), "not positive")
     add("routed beats the linear merge", "yes", against("routed", "merge"))
     add("routed beats TIES", "not reported", against("routed", "ties"))
@@ -108,7 +109,7 @@ def served(run: Path) -> bool:
 def model_name(run: Path) -> str | None:
     """Of the base on the score seeds, whatever a server calls it; None before it was scored."""
     local = _local_model(run)
-    return Path(local).name if local else None
+    return Path(local).name if local and rollouts_file(run, "score", "base").exists() else None
 
 
 def _local_model(run: Path) -> str | None:
@@ -155,7 +156,7 @@ def _filter(run: Path, names: Sequence[str], size: Size) -> list[dict[str, Any]]
     found, others = [], len(plan.rejected_names(names))
     for text, gates in (
         (f"the {len(names)} candidates of the highest Delta beat the other {others}", ["rejected"]),
-        (f"they beat {len(names)} random candidates (mean of {len(draws)} draws)", draws),
+        (f"they beat {len(names)} random candidates (mean of {len(draws)} draw{'s' * (len(draws) > 1)})", draws),
     ):
         value = None
         if gates and all(rollouts_file(run, "score", gate).exists() for gate in [*gates, "routed"]):

@@ -30,6 +30,7 @@ from sizes import SIZES, Size
 from pipeline.files import InputError, run_cli
 
 HERE = stages.HERE
+INTERRUPTED = 130  # as run_cli ends then
 
 
 def environment(size: Size) -> dict[str, str]:
@@ -76,7 +77,11 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     machine.begin(run)
     parallel = args.parallel or size.parallel
-    code = Scheduler(run, plan, parallel, begin + args.limit_s, environment(size)).execute()
+    try:
+        code = Scheduler(run, plan, parallel, begin + args.limit_s, environment(size)).execute()
+    except KeyboardInterrupt:
+        machine.end(run, time.monotonic() - begin, INTERRUPTED)
+        raise
     machine.end(run, time.monotonic() - begin, code)
     todo = pending(plan(), run)
     if code == UNFINISHED:

@@ -186,6 +186,7 @@ def costs(run: Path) -> dict[str, Any]:
         training[path.parent.name] = {
             "rollouts": int(sum(r["episodes"] for r in iterations)),
             "sampled_tokens": int(sum(r["sampled_tokens"] for r in iterations)),
+            "finished": f"07_train_{path.parent.name}" in done,
         }
     seconds = {name: record["seconds"] for name, record in done.items()}
     peak = max((record["peak_bytes"] for record in done.values()), default=0)
@@ -235,12 +236,12 @@ def signed(value: Mapping[str, float] | None) -> str:
 def markdown(data: Mapping[str, Any]) -> str:
     """The README's block."""
     head = "| helpdesk, held-out success, % | greedy | temperature 1 | to the best single adapter |"
-    lines = [head, "|---|---|---|---|"]
+    lines = [head, "|---|---|---|---|"] if data["rows"] else []
     for row in data["rows"]:
         sampled = row["modes"]["sampled"]
         cells = [percent(row["modes"]["greedy"]["success"]), percent(sampled["success"])]
         lines.append(f"| {row['label']} | {' | '.join(cells)} | {signed(sampled['success_vs_best_single'])} |")
-    lines += ["", "| claim | measured | holds |", "|---|---|---|"]
+    lines += [*([""] if lines else []), "| claim | measured | holds |", "|---|---|---|"]
     lines += [f"| {c['claim']} | {c['measured']} | {c['verdict']} |" for c in data["claims"]]
     lines += ["", *transfer_table(data), *remarks(data)]
     return "\n".join(lines)
@@ -266,16 +267,19 @@ def remarks(data: Mapping[str, Any]) -> list[str]:
         lines += [f"After a second mining run, on other tasks, it accepts {again} (Jaccard index "
                   f"{data['selection']['jaccard']:.2f})."]  # fmt: skip
     used = [
-        f"{TRAININGS[name]} {run['rollouts']} ({run['sampled_tokens']})"
+        f"{TRAININGS[name]} {run['rollouts']} ({run['sampled_tokens']}{'' if run['finished'] else '; goes on'})"
         for name, run in sorted(costs["training"].items(), key=lambda item: list(TRAININGS).index(item[0]))
     ]
     if used:
         lines += [f"Rollouts (sampled tokens) of the trainings: {', '.join(used)}. {BESIDE}"]
     versions = ", ".join(f"{name} {version}" for name, version in info["machine"].items())
-    minutes = f"{sum(costs['pieces_s']) / 60:.0f} minutes in {len(costs['pieces_s'])} pieces"
+    pieces = costs["pieces_s"]
+    minutes = f"{sum(pieces) / 60:.0f} minutes in {len(pieces)} piece{'s' * (len(pieces) != 1)}"
     minutes += f" ({costs['total_s'] / 60:.0f} stage minutes in {len(costs['stage_seconds'])} stages)"
-    lines += [f"Model {info['model']}, {SAMPLED[info['served']]}, {info['trials']} per seed at temperature 1, seeds "
-              f"{info['seeds']}; {minutes}; {versions}."]  # fmt: skip
+    scored = "Nothing is scored yet"
+    if info["model"]:
+        scored = f"Model {info['model']}, {SAMPLED[info['served']]}, {info['trials']} per seed at temperature 1"
+    lines += [f"{scored}, seeds {info['seeds']}; {minutes}; {versions}."]
     return lines
 
 
