@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import phase2_capability_mining as phase2
+import phase3_synthesis as phase3
 import pytest
 import run_grading
 import run_server
@@ -18,7 +22,8 @@ from run_agents import outcome_of
 from run_folder import DryRun, RunFolder
 from run_grading import Prediction
 from run_settings import ModelSettings, RunSettings
-from swe_phase_helpers import PHASES
+from scripted_server import ScriptedServer
+from swe_phase_helpers import PHASES, Run, fill_phase1
 
 from pipeline.files import InputError, ServerError, write_json
 from pipeline.readers.swebench import Report, Verdicts, read_verdicts
@@ -203,3 +208,20 @@ def test_a_key_that_cannot_be_sent_is_not_shown(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(ServerError, match=r"^VLLM_API_KEY: holds a character") as error:
         run_server.request(RunSettings(run_name="r", model=ModelSettings(name="m")), "/v1/models")
     assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("phase", ["2", "3"])
+def test_a_server_of_another_model_is_asked_nothing(tmp_path: Path, phase: str) -> None:
+    """One that answers under any name would label, write or solve unnoticed."""
+    with ScriptedServer(model="another") as server:
+        run = Run(tmp_path, server.url)
+        fill_phase1(run)
+        main: Callable[[], int] = phase2.main
+        flags: list[str | Path] = []
+        if phase == "3":
+            main = functools.partial(phase3.main_for, "deep_call_graph_traversal", "")
+            main.__module__ = "phase3"  # type: ignore[attr-defined]
+            flags = ["--description", "x"]
+        done = run.here(main, *flags)
+        assert done.returncode == 2 and "serves another, not scripted" in done.stderr
+        assert all("completions" not in path for path, _ in server.requests)

@@ -145,7 +145,9 @@ def label_step(args: argparse.Namespace, folder: RunFolder, settings: RunSetting
         command += ["--chunk-chars", str(m.chunk_chars), "--discovery-batches", str(m.discovery_batches)]
         command += ["--concurrency", str(m.concurrency), "--timeout", str(m.request_timeout_s)]
     read = (out / "summaries.json", *((Path(args.candidates),) if args.candidates else ()))
-    return Step("2_labels", ("pipeline/label_capabilities.py", *command), read, runs)
+    # a server that serves one model answers under any name
+    before = None if args.labels else lambda: require_model(settings, *labeller(settings))
+    return Step("2_labels", ("pipeline/label_capabilities.py", *command), read, runs, before=before)
 
 
 def labeller(settings: RunSettings) -> tuple[str, str]:

@@ -14,6 +14,7 @@ up; ``scenarios_parsed.attempts.jsonl`` says why.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 
@@ -95,6 +96,13 @@ def writer(settings: RunSettings) -> tuple[str, str]:
     return s.writer_base_url or settings.model.base_url, s.writer_model or settings.model.name
 
 
+def require_models(settings: RunSettings) -> None:
+    """Raises ServerError unless the models that solve and write are served: some servers answer under any name."""
+    require_model(settings)
+    if writer(settings) != (settings.model.base_url, settings.model.name):
+        require_model(settings, *writer(settings))
+
+
 def command(args: argparse.Namespace, settings: RunSettings, about: Path, output: Path, accept: int) -> list[str]:
     s, (url, model) = settings.synthesis, writer(settings)
     flags = ["-m", "pipeline.synthesize_scenarios", "--capability", args.capability, "--capabilities-file", str(about)]
@@ -121,7 +129,8 @@ def run(args: argparse.Namespace, folder: RunFolder, settings: RunSettings) -> i
     code = 0
     if kept < wanted:
         flags = command(args, settings, about, output, wanted - kept)
-        code = run_steps(output.parent, [Step("2_written", tuple(flags), (about,), (output,))])
+        step = Step("2_written", tuple(flags), (about,), (output,), before=functools.partial(require_models, settings))
+        code = run_steps(output.parent, [step])
     if code not in (0, 1):
         return code
     n = len(load_scenarios(output)) if output.exists() else 0
@@ -137,7 +146,9 @@ def measure_shipped(
     measured = output.parent / "shipped_measured.json"
     shipped = require_shipped(args.capability)
     flags = [*command(args, settings, about, measured, wanted), "--candidates", str(shipped)]
-    code = run_steps(output.parent, [Step("1_shipped", tuple(flags), (about, shipped), good_codes=(0, 1))])
+    ready = functools.partial(require_models, settings)
+    step = Step("1_shipped", tuple(flags), (about, shipped), good_codes=(0, 1), before=ready)
+    code = run_steps(output.parent, [step])
     if code != 0:
         return -code
     kept = load_scenarios(measured)[:wanted] if measured.exists() else []

@@ -36,6 +36,7 @@ class Step:
         outputs: what must be there when it is done.
         environment: variables beside those of this process.
         good_codes: exit codes that count as done.
+        before: called before the command, when it is not done yet: what it needs is there (a server), or it raises.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Step:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     good_codes: tuple[int, ...] = (0,)
     raw: bool = False
+    before: Callable[[], object] | None = None
 
     def line(self) -> tuple[str, ...]:
         return self.command if self.raw else (sys.executable, *self.command)
@@ -88,6 +90,8 @@ def run_steps(folder: Path, steps: Sequence[Step]) -> int:
         if is_done(folder, step):
             sys.stdout.write(f"== {step.name}: done before\n")
             continue
+        if step.before is not None:
+            step.before()
         sys.stdout.write(f"== {step.name}: {shown(step.line())}\n")
         sys.stdout.flush()
         fingerprint, begin = step.fingerprint(), time.monotonic()
