@@ -42,6 +42,8 @@ def read_text(path: PathLike, what: str = "file") -> str:
     """
     file = Path(path)
     try:
+        if file.is_fifo() and file.parts[:2] not in (("/", "dev"), ("/", "proc")):  # there: `<(...)` of the shell
+            raise InputError(f"{what} {path}: expected a file, found a named pipe, which may never end; give a file")
         raw = file.read_bytes()
     except FileNotFoundError:
         raise InputError(f"{what} {path}: not found; check the path") from None

@@ -45,6 +45,14 @@ from pipeline.selection_export import read_entries
 SUCCESS = 1.0 - 1e-9
 
 
+class PanelRecord(BaseModel):
+    """The panel's checks as they are kept."""
+
+    model_config = ConfigDict(extra="ignore")
+    floor: float
+    checks: list[Check]
+
+
 class RolloutRecord(BaseModel):
     """What is needed of an episode."""
 
@@ -116,7 +124,10 @@ def rates_of(path: Path, scenarios: Sequence[Scenario], wanted: int) -> list[Rat
     """
     data = read_object(path, "rollouts file")
     counts = [[0, 0, 0] for _ in scenarios]
-    for number, entry in enumerate(data.get("simulations") or []):
+    entries = data.get("simulations") or []
+    if not isinstance(entries, list):
+        raise InputError(f"rollouts file {path}: simulations is no list; delete the file")
+    for number, entry in enumerate(entries):
         where = f"rollouts file {path} simulations[{number}]"
         record = check(RolloutRecord, entry, where)
         index = int(record.task_id) if record.task_id.isdecimal() else len(scenarios)
@@ -171,12 +182,12 @@ def panel_of(
     """The panel's checks; kept beside the rollouts, so that a killed run does not play them again."""
     kept = folder.phase4 / "panel" / f"{capability}-{generated_env.digest_of(folder.phase3, capability)}.json"
     if kept.is_file():
-        known = read_object(kept, "panel")
-        if known.get("floor") == settings.validation.floor:
-            return list(known["checks"])
+        known = check(PanelRecord, read_object(kept, "panel"), f"panel {kept}")
+        if known.floor == settings.validation.floor:
+            return [dataclasses.asdict(c) for c in known.checks]
     isolation = sandbox.find_isolation("auto")
     checks = scenario_panel.Panel(scenarios, isolation, settings.validation.floor).checks()
-    data = [dataclasses.asdict(check) for check in checks]
+    data = [dataclasses.asdict(c) for c in checks]
     write_json(kept, {"schema_version": 1, "floor": settings.validation.floor, "checks": data})
     return data
 

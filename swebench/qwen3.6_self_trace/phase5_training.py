@@ -36,7 +36,7 @@ from run_settings import RunSettings
 from steps import Step, run_steps
 
 from game_registry import GameError
-from pipeline.files import InputError, read_jsonl, run_cli, write_json, write_text
+from pipeline.files import InputError, finite, read_jsonl, run_cli, write_json, write_text
 from pipeline.remote_game import SandboxedEnvironment
 from pipeline.validate_environment import content_hash
 
@@ -253,7 +253,7 @@ def run(names: list[str], folder: RunFolder, settings: RunSettings) -> int:
 def metrics(names: list[str], folder: RunFolder) -> dict[str, Any]:
     """What training did, from the stages' own records: reward of the first and the last iteration, gate accuracy."""
     log = folder.phase5 / "grpo" / "metrics.jsonl"
-    records = [m for m in read_jsonl(log, "metrics", torn_tail_ok=True) if "reward" in m]
+    records = [m for m in read_jsonl(log, "metrics", torn_tail_ok=True) if isinstance(m, dict) and "reward" in m]
     capabilities = {}
     for name in names:
         own = [m for m in records if m.get("adapter") == name]
@@ -262,8 +262,9 @@ def metrics(names: list[str], folder: RunFolder) -> dict[str, Any]:
             "first_reward": own[0]["reward"] if own else None,
             "last_reward": own[-1]["reward"] if own else None,
         }
-    gate = read_object(folder.gate / "report.json", "gate report")
-    return {"schema_version": 1, "capabilities": capabilities, "gate_accuracy": gate["validation_accuracy"]}
+    path = folder.gate / "report.json"
+    accuracy = finite(read_object(path, "gate report").get("validation_accuracy"), f"gate report {path} accuracy")
+    return {"schema_version": 1, "capabilities": capabilities, "gate_accuracy": accuracy}
 
 
 # --------------------------------------------------------------------------- dry run

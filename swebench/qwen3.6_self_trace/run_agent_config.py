@@ -37,12 +37,29 @@ BACKEND_DEFAULTS: dict[str, dict[str, Any]] = {
     "modal": {"startup_timeout": 1800.0, "runtime_timeout": LONG_S, "deployment_timeout": LONG_S, "env": MODAL_ENV},
 }
 
+PACKAGE_TIMEOUT_S = 120.0
+
 # Prints the package's configuration of a name as JSON; the package looks in its own folders.
 SHOW_CONFIG = """
 import json, sys
 from minisweagent.config import get_config_from_spec
 print(json.dumps(get_config_from_spec(sys.argv[1])))
 """
+
+
+def _asked(command: list[str], settings: RunSettings) -> subprocess.CompletedProcess[str]:
+    """A question to the agents' environment.
+
+    Raises:
+        InputError: it does not answer.
+    """
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=PACKAGE_TIMEOUT_S, env=agent_environment(), cwd="/"
+        )
+    except subprocess.TimeoutExpired:
+        text = f"agent.python {settings.agent.python}: no answer within {PACKAGE_TIMEOUT_S:.0f} s; check its disk"
+        raise InputError(text) from None
 
 
 def base_config(settings: RunSettings) -> dict[str, Any]:
@@ -54,7 +71,7 @@ def base_config(settings: RunSettings) -> dict[str, Any]:
     name = settings.agent.base_config
     own = ROOT / name
     command = [agent_python(settings), "-I", "-c", SHOW_CONFIG, str(own) if own.is_file() else name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=agent_environment(), cwd="/")
+    done = _asked(command, settings)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise InputError(f"agent.base_config {name}: cannot be read ({last[:200]})")
@@ -76,7 +93,7 @@ def require_classes(settings: RunSettings, config: Mapping[str, Any]) -> None:
     agent = settings.agent
     asked = {"model_class": agent.model_class, "agent": config["agent"], "environment": config["environment"]}
     command = [agent_python(settings), "-I", str(PROBE), json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=agent_environment(), cwd="/")
+    done = _asked(command, settings)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise InputError(f"agent.python {agent.python}: mini-swe-agent is another one than expected ({last[:200]})")

@@ -73,12 +73,17 @@ def classify(exit_status: str, submission: str, detail: str = "") -> Kind:
     return "infrastructure"
 
 
+class MiniStats(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    api_calls: int | None = None
+
+
 class MiniInfo(BaseModel):
     model_config = ConfigDict(extra="ignore")
     exit_status: StrictStr | None = None
     submission: StrictStr | None = None
     exception_str: StrictStr | None = None
-    model_stats: dict[str, Any] = {}
+    model_stats: MiniStats = MiniStats()
 
 
 class MiniTrajectory(BaseModel):
@@ -93,7 +98,7 @@ def outcome_of(instance_id: str, trajectory: Path, log: Path, seconds: float, at
     try:
         data = check(MiniTrajectory, read_json(trajectory, "trajectory"), f"trajectory {trajectory}")
     except InputError:
-        text = log.read_text(errors="replace").strip() if log.exists() else ""
+        text = log.read_text(errors="replace").strip() if log.is_file() else ""
         last = text.splitlines()[-1] if text else "no message"
         return Outcome(kind="infrastructure", exit_status="NoTrajectory", detail=last[:DETAIL_CHARS], **common)
     info = data.info
@@ -104,7 +109,7 @@ def outcome_of(instance_id: str, trajectory: Path, log: Path, seconds: float, at
         exit_status=status,
         detail=why[:DETAIL_CHARS],
         patch=patch if kind == "submitted" else "",
-        model_calls=int(info.model_stats.get("api_calls") or 0),
+        model_calls=info.model_stats.api_calls or 0,
         truncated=sum(_finish_reason(m) == "length" for m in data.messages),
         **common,
     )

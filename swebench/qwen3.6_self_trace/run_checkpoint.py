@@ -119,7 +119,9 @@ def fits(checkpoint: Checkpoint, settings: RunSettings, models: Mapping[str, Map
 def _routed_fits(path: Path, settings: RunSettings, models: Mapping[str, Mapping[str, Any]]) -> str:
     """A folder of ``moe_gate.export``; any other model's folder rests on nothing."""
     config = read_json(path / "config.json", "model configuration")
-    spec = config.get("trace_gate") if isinstance(config, dict) else None
+    if not isinstance(config, dict):
+        raise InputError(f"{path / 'config.json'}: expected an object, found {type(config).__name__}; export it again")
+    spec = config.get("trace_gate")
     if not isinstance(spec, dict):
         return ""
     from moe_gate.exported import ExportSpec, vllm_refusal

@@ -149,7 +149,11 @@ def _require_patches(out: Path, predictions: Mapping[str, Prediction], outcomes:
         folder = out / "trajectories" / i
         seen = outcome_of(i, folder / f"{i}.traj.json", folder / "driver.log", outcome.seconds, outcome.attempts)
         if outcome.kind != "infrastructure" and (seen.kind, seen.patch) != (outcome.kind, outcome.patch):
-            raise InputError(f"outcome of {i} in {out}: does not follow from its trajectory; run the evaluation again")
+            path = out / "outcomes" / f"{i}.json"
+            raise InputError(
+                f"outcome of {i} in {out}: does not follow from its trajectory; delete {path} and run the evaluation "
+                "again"
+            )
     for i, prediction in predictions.items():
         if i not in outcomes or (prediction.model_patch or "") != outcomes[i].patch:
             raise InputError(f"predictions {out / 'preds.json'}: {i} is not what its agent handed in; run it again")
@@ -160,7 +164,10 @@ def _require_same(what: str, said: Mapping[str, Report], source: str, made: Mapp
     for i in sorted(said.keys() | made.keys()):
         pairs = [(r.resolved, r.patch_successfully_applied) if (r := side.get(i)) else None for side in (said, made)]
         if pairs[0] != pairs[1]:
-            raise InputError(f"{where}: {what} does not follow from {source} for {i}; run the evaluation again")
+            raise InputError(
+                f"{where}: {what} does not follow from {source} for {i}; delete its folder there and run the "
+                "evaluation again"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -266,10 +266,16 @@ def raw_reports(where: Path, predictions: Mapping[str, Prediction]) -> dict[str,
 
 def _drive(settings: RunSettings, where: Path, step: str, job: Path | None = None) -> str:
     command = [agent_python(settings), "-I", str(DRIVER), step, str((job or where / "job.json").resolve())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_TIMEOUT_S, cwd=where)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_TIMEOUT_S, cwd=where)
+    except subprocess.TimeoutExpired:
+        raise ServerError(f"grading in {where}: no end within {DRIVER_TIMEOUT_S:.0f} s; run it again") from None
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ServerError(f"grading: the official report code failed ({last[:300]})")
+        raise ServerError(
+            f"grading: the official report code failed ({last[:300]}); if a file below {where / 'logs'} is damaged, "
+            "delete its folder and run the evaluation again"
+        )
     return done.stdout
 
 

@@ -10,6 +10,7 @@ that server is used and left alone.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import shlex
@@ -23,7 +24,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from run_folder import open_phase, phase_parser, server_from_environment
 from run_settings import RunSettings, ServerSettings, server_flag
@@ -32,6 +33,7 @@ from steps import ending_with_us
 from pipeline.files import InputError, ServerError, run_cli
 
 PROBE_TIMEOUT_S = 10.0
+ANSWER_BYTES = 16 << 20  # no list of models is longer
 POLL_S = 0.5
 VLLM_PORT = 8000
 STOP_GRACE_S = 30.0  # vLLM ends its workers and frees the GPUs
@@ -47,7 +49,7 @@ def request(settings: RunSettings, path: str, body: Any = None, timeout_s: float
     """GET, or POST of JSON, to the server.
 
     Raises:
-        ServerError: no answer, or one that says no.
+        ServerError: no answer in time, one that says no, or one that is no HTTP.
     """
     url = root_url(settings.model.base_url) + path
     headers = {"Content-Type": "application/json"}
@@ -56,16 +58,32 @@ def request(settings: RunSettings, path: str, body: Any = None, timeout_s: float
             raise ServerError(f"{settings.model.api_key_env}: holds a character that no HTTP header can; set it again")
         headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
+    deadline = time.monotonic() + timeout_s
     try:
         with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=timeout_s) as answer:
-            return bytes(answer.read())
+            return _whole(answer, deadline)
     except urllib.error.HTTPError as error:
-        text = " ".join(error.read().decode(errors="replace").split())[:200]
+        text = "no text"
+        with contextlib.suppress(OSError, ValueError, http.client.HTTPException):  # the code says enough
+            text = " ".join(_whole(error, deadline).decode(errors="replace").split())[:200]
         raise ServerError(f"server {url}: answered {error.code} ({text}); check the server and its key") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         why = getattr(error, "reason", None) or error
         why = getattr(why, "strerror", None) or why
+        why = " ".join(str(why).split())[:200] or type(why).__name__
         raise ServerError(f"server {url}: no answer ({why}); start it, or set VLLM_BASE_URL") from None
+
+
+def _whole(answer: IO[bytes], deadline: float) -> bytes:
+    """The body of an answer. The socket's own limit begins anew at every byte, which a server may send for ever."""
+    body = b""
+    while piece := answer.read1(1 << 16):  # type: ignore[attr-defined]
+        body += piece
+        if time.monotonic() > deadline:
+            raise TimeoutError("timed out while it answered")
+        if len(body) > ANSWER_BYTES:
+            raise ValueError(f"more than {ANSWER_BYTES >> 20} MiB")
+    return body
 
 
 def alive(settings: RunSettings) -> bool:
