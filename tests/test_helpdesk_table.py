@@ -200,6 +200,16 @@ def test_claims_that_do_not_hold_are_said(finished: Path) -> None:
     assert claim(data, "routed beats the prompt-chosen")["verdict"] == "no (unsure)"  # equal rates are no win
 
 
+def test_where_all_are_equal_nothing_grows_and_none_is_best(finished: Path) -> None:
+    write_episodes(finished / "score", dict.fromkeys(("first_1", "first_2", "first_3", "routed"), 0.0))
+    same = {"success": {"value": 0.0, "low": 0.0, "high": 0.0}}
+    results = {f"capability_{a}": {"sampled": dict.fromkeys(("base", *NAMES), same)} for a in NAMES}
+    write_json(finished / "transfer" / "evaluation.json", {"results": results})
+    data = table.collect(finished, SIZE)
+    assert claim(data, "number of capabilities")["verdict"] == "no"
+    assert (claim(data, "own environment")["measured"], claim(data, "own environment")["verdict"]) == ("0 of 4", "no")
+
+
 def test_what_was_not_run_is_open_and_what_is_half_run_does_not_count(finished: Path) -> None:
     rollouts = finished / "score" / "rollouts"
     for name in ("routed_grpo", "merge", "random_1", "first_2"):

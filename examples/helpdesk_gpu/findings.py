@@ -145,7 +145,7 @@ def _steps(run: Path, names: Sequence[str], draws: int, scores: Mapping[str, Any
     return found | {
         "interval": total.to_json(),
         "measured": " -> ".join(f"{100 * rate:.1f}" for rate in rates) + " %",
-        "verdict": "yes" if all(a <= b for a, b in itertools.pairwise(rates)) else "no",
+        "verdict": "yes" if rates[0] < rates[-1] and all(a <= b for a, b in itertools.pairwise(rates)) else "no",
     }
 
 
@@ -177,6 +177,6 @@ def _diagonal(run: Path, names: Sequence[str]) -> dict[str, Any]:
     own = []
     for name in names:
         rates = {a: results[f"capability_{name}"][MODE][a]["success"]["value"] for a in names}
-        own.append(rates[name] >= max(rates.values()))
+        own.append(all(rates[name] > rate for other, rate in rates.items() if other != name))  # as good is not best
     measured, verdict = f"{sum(own)} of {len(own)}", "yes" if all(own) else "no"
     return found | {"interval": None, "measured": measured, "verdict": verdict}
