@@ -134,6 +134,17 @@ IMPORT_FORGE = """diff --git a/ledger/tax.py b/ledger/tax.py
 
  from ledger.money import to_cents
 """
+BINARY = """diff --git a/a.bin b/a.bin
+new file mode 100644
+index 0000000000000000000000000000000000000000..f971a5e28b6c4cb237ca3c7349e33bb600dbc907
+GIT binary patch
+literal 4
+LcmZQzWcm*P0SW;F
+
+literal 0
+HcmV?d00001
+
+"""
 HOSTILE = {
     "own-tests": new_file("tests/test_more.py", "import unittest")
     + new_file("tests/conftest.py", "print('test_x ... ok')"),
@@ -172,6 +183,8 @@ def test_gold_passes_nothing_fails_and_hostile_patches_change_nothing(tmp_path: 
                 add(base, suffix, patch)
             add(base, "gold-and-tests-deleted", base["patch"] + GONE + _deleted_body(base, folder))
             add(base, "loop", base["patch"] + new_file("ledger/loop.py", "x"))
+            add(base, "crlf", base["patch"].replace("\n", "\r\n"))
+            add(base, "binary", base["patch"] + BINARY)
     out = tmp_path / "out"
     out.mkdir()
     (out / "preds.json").write_text(json.dumps(predictions))
@@ -180,7 +193,8 @@ def test_gold_passes_nothing_fails_and_hostile_patches_change_nothing(tmp_path: 
     golds = {f"{b['instance_id']}.gold" for b in built}
     # The hook in .git is written by the last of the official commands, in a sandbox that leaves nothing behind.
     # A patch that repairs and also deletes the tests is graded by the tests of the data set, as officially.
-    assert resolved == golds | {f"{LEDGER}.gold-and-tests-deleted", f"{LEDGER}.loop"}
+    good = ("gold-and-tests-deleted", "loop", "crlf", "binary")
+    assert resolved == golds | {f"{LEDGER}.{suffix}" for suffix in good}
     assert len(reports) == len(predictions), "every patch has a report"
     for suffix in ("symlink", "parent", "no-patch", "nul"):
         assert reports[f"{LEDGER}.{suffix}"].patch_successfully_applied is False, suffix
@@ -200,7 +214,7 @@ def _check_official_layout(out: Path) -> None:
     assert set(one["tests_status"]) == {"FAIL_TO_PASS", "PASS_TO_PASS", "FAIL_TO_FAIL", "PASS_TO_FAIL"}
     assert len(one["tests_status"]["FAIL_TO_PASS"]["success"]) == 2
     summary = run_grading.harness_summary(out / "grading")
-    assert summary["schema_version"] == 2 and summary["resolved_instances"] == 10
+    assert summary["schema_version"] == 2 and summary["resolved_instances"] == 12
     path = out / "grading" / "logs" / "run_evaluation" / "trace" / "org__model" / f"{LEDGER}.gold" / "report.json"
     assert json.loads(path.read_text()) == {f"{LEDGER}.gold": one}
 

@@ -267,7 +267,9 @@ def raw_reports(where: Path, predictions: Mapping[str, Prediction]) -> dict[str,
 def _drive(settings: RunSettings, where: Path, step: str, job: Path | None = None) -> str:
     command = [agent_python(settings), "-I", str(DRIVER), step, str((job or where / "job.json").resolve())]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_TIMEOUT_S, cwd=where)
+        done = subprocess.run(  # ends with us: what it writes, the next start writes too
+            command, capture_output=True, text=True, timeout=DRIVER_TIMEOUT_S, cwd=where, preexec_fn=ending_with_us()
+        )
     except subprocess.TimeoutExpired:
         raise ServerError(f"grading in {where}: no end within {DRIVER_TIMEOUT_S:.0f} s; run it again") from None
     if done.returncode != 0:
