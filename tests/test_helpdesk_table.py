@@ -11,38 +11,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from pipeline.files import InputError, read_json, write_json
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "helpdesk_gpu"))
-
 import findings
 import machine
 import other_candidates
+import pytest
 import run as evidence_run
 import scores
 import table
+from helpdesk_runs import FOLDER, NAMES, ROOT, select
 from scheduler import record_of
 from sizes import SIZES
 
-ROOT = Path(__file__).resolve().parent.parent
-FOLDER = ROOT / "examples" / "helpdesk_gpu"
-NAMES = [
-    "structured_data_reasoning",
-    "tool_calling_precision",
-    "precondition_verification",
-    "multi_step_task_completion",
-]
-
-
-def select(run: Path, part: str = "a", deltas: tuple[float, ...] = (0.6, 0.4, 0.1, 0.05)) -> None:
-    """What a mining run leaves of its selection."""
-    scored = [*zip(NAMES, deltas, strict=True), *((n, 0.0) for n in other_candidates.NAMES)]
-    found = [{"skill": n, "selected": d > 0.2, "mean_delta": d} for n, d in scored]
-    write_json(run / f"mine_{part}" / "selected_capabilities.report.json", {"candidates": found})
-    write_json(record_of(run, f"04_selection_{part}"), {"seconds": 1.0, "peak_bytes": 2**20, "command": []})
-
+from pipeline.files import InputError, read_json, write_json
 
 N_SEEDS = 40
 SIZE = dataclasses.replace(SIZES["tiny"], score_seeds=f"100:{100 + N_SEEDS}", trials=2)
