@@ -90,7 +90,8 @@ def test_a_checkpoint_of_an_earlier_version_is_told(runs: Runs, capsys: pytest.C
 
 
 def test_only_the_given_tasks_are_trained_on(runs: Runs) -> None:
-    runs("r", "--game capability_digits", "--max-iters 5 --rollout-log --train-seeds 40:50 --dynamic-sampling-max-batches 1")
+    flags = "--max-iters 5 --rollout-log --train-seeds 40:50 --dynamic-sampling-max-batches 1"
+    runs("r", "--game capability_digits", flags)
     files = sorted((runs.tmp / "r/rollouts").iterdir())
     seeds = [[int(e["task_id"]) for e in map(json.loads, path.open())] for path in files]
     assert [len(set(s)) for s in seeds] == [3] * 5 and {s for part in seeds for s in part} == set(range(40, 50))
