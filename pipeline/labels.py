@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
+from environment_calls import as_unicode
 from pipeline.command_line import natural_key
 from pipeline.files import InputError, check, read_json, resolved
 
@@ -194,7 +195,7 @@ def _check_text(source: str, capability: str, sides: Mapping[str, bool]) -> None
     try:
         "".join(sides).encode()
     except UnicodeEncodeError:  # a lone surrogate, as broken JSON escapes make it, cannot be written again
-        bad = next(m for m in sides if m != m.encode("utf-8", "replace").decode())
+        bad = next(m for m in sides if m != as_unicode(m))
         raise InputError(f"label run {source}: capability {capability}: id {bad!r} is not text; rename it") from None
 
 

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
+from environment_calls import as_unicode
 from pipeline.files import InputError, check
-from pipeline.readers.trajectory import Limits, Tally, Trajectory, Verdict, clean, compact_message, plain
+from pipeline.readers.trajectory import Limits, Tally, Trajectory, Verdict, clean, compact_message
 from pipeline.records import Record
 from pipeline.split import part_of
 
@@ -69,13 +70,13 @@ def to_record(trajectory: Trajectory, limits: Limits, mine: Fraction | None, fau
         {
             "id": trajectory.id,
             "benchmark": trajectory.benchmark,
-            "domain": plain(trajectory.domain),
+            "domain": as_unicode(trajectory.domain),
             "task_id": trajectory.task_id,
             "trial": trajectory.trial,
             "split": part_of(trajectory.domain, trajectory.task_id, mine) if mine is not None else None,
             "outcome": verdict.outcome,
             "reward": verdict.reward,
-            "fault": plain(verdict.fault),
+            "fault": as_unicode(verdict.fault),
             "reason": clean(verdict.reason, tally),
             "messages": messages,
             "cut_chars": tally.cut_chars,

@@ -25,6 +25,7 @@ from pipeline import sandbox
 from pipeline.files import ServerError
 from pipeline.sandbox import INSIDE, PYTHON, Isolation, Limits
 from pipeline.scenarios import MIN_GUARDS, Scenario, apply_edit, static_problems
+from pipeline.swe_tests import STARTED
 
 GRADING_LIMITS = Limits(wall_s=30.0, cpu_s=20, memory_mb=1024, processes=16, file_mb=4, tmp_mb=16, output_mb=1.0)
 
@@ -110,7 +111,7 @@ def _pipe() -> Iterator[tuple[int, int]]:
 def _read(finished: sandbox.Finished) -> Grade:
     if finished.stopped is not None:  # the module hangs, or makes the tests hang: nothing has passed
         return Grade({}, {"run": f"stopped at {finished.stopped}"}, finished.seconds)
-    started, mark, report = finished.stdout.partition(b"started\n")
+    started, mark, report = finished.stdout.partition(STARTED)
     try:
         data = json.loads(report if mark else started)
         return Grade(dict(data["nodes"]), dict(data["details"]), finished.seconds)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from environment_calls import as_unicode
 from pipeline.files import InputError, check, read_jsonl
 from pipeline.scenarios import Scenario, load_scenarios, save_scenarios
 
@@ -48,7 +49,7 @@ class Try:
 
 def _unicode(value: Any) -> Any:
     if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
+        return as_unicode(value)
     if isinstance(value, list):
         return [_unicode(v) for v in value]
     return {_unicode(k): _unicode(v) for k, v in value.items()} if isinstance(value, dict) else value

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 
+from environment_calls import as_unicode
 from game_registry import Agent, AgentError, Message, Reply, Turn
 from pipeline.endpoint import Again, EndpointClient
 from pipeline.files import ServerError
@@ -70,7 +71,7 @@ def _read(text: str) -> Completion:
     if content is not None and not isinstance(content, str):
         raise Again(f"expected text, found {content!r:.60}")
     # a server that cuts an answer between two halves of a character sends one half; no file can hold that
-    return Completion((content or "").encode("utf-8", "replace").decode(), str(reason))
+    return Completion(as_unicode(content or ""), str(reason))
 
 
 def text_agent(client: TextClient, sampling: Sampling, seed: int) -> Agent:

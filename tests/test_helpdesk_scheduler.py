@@ -171,15 +171,20 @@ def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
     assert "another run works in it" in (tmp_path / "logs" / "second.log").read_text()
 
 
+def scheduler_process(folder: Path, code: str) -> subprocess.Popen[bytes]:
+    """A run of one stage, ``code``, in a process that can be killed."""
+    outer = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'examples' / 'helpdesk_gpu')!r}]\n"
+    outer += "import scheduler, pathlib, sys\n"
+    outer += f"stage = scheduler.Stage('s', (sys.executable, '-c', {code!r}))\n"
+    outer += f"scheduler.Scheduler(pathlib.Path({str(folder)!r}), lambda: [stage], 1, 1e18).execute()"
+    return subprocess.Popen([sys.executable, "-c", outer])
+
+
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_run_leaves_no_writer_behind(tmp_path: Path, sign: signal.Signals) -> None:
     pid = tmp_path / "pid"
     code = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    outer = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'examples' / 'helpdesk_gpu')!r}]\n"
-    outer += "import scheduler, pathlib, sys\n"
-    outer += f"stage = scheduler.Stage('s', (sys.executable, '-c', {code!r}))\n"
-    outer += f"scheduler.Scheduler(pathlib.Path({str(tmp_path)!r}), lambda: [stage], 1, 1e18).execute()"
-    process = subprocess.Popen([sys.executable, "-c", outer])
+    process = scheduler_process(tmp_path, code)
     try:
         child = int(wait_for(pid))
         process.send_signal(sign)
@@ -199,11 +204,7 @@ def test_workers_that_outlive_a_killed_run_end_with_the_next_start(tmp_path: Pat
     pid = tmp_path / "pid"
     worker = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {worker!r}]).wait()"
-    outer = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'examples' / 'helpdesk_gpu')!r}]\n"
-    outer += "import scheduler, pathlib, sys\n"
-    outer += f"stage = scheduler.Stage('s', (sys.executable, '-c', {code!r}))\n"
-    outer += f"scheduler.Scheduler(pathlib.Path({str(tmp_path)!r}), lambda: [stage], 1, 1e18).execute()"
-    process = subprocess.Popen([sys.executable, "-c", outer])
+    process = scheduler_process(tmp_path, code)
     child = int(wait_for(pid))
     process.kill()
     process.wait(10)

@@ -7,11 +7,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from environment_files import GOOD, Change, changed_in
 
 from game_registry import Failed, GameError, Reply, Scored, Turn, play_sync
 from pipeline import remote_worker, sandbox, validate_environment
@@ -19,7 +19,6 @@ from pipeline.files import InputError, JsonlLog
 from pipeline.panel_evidence import Settings
 from pipeline.remote_game import EnvironmentFault, RemoteGame, SandboxedEnvironment, resolve_game
 
-GOOD = Path(__file__).resolve().parent / "fixtures" / "environments" / "capability_ledger_game.py"
 ISOLATION = "bwrap" if sandbox._probe_bwrap()[0] is not None else "process"
 needs_bwrap = pytest.mark.skipif(ISOLATION != "bwrap", reason="attack code is run behind bwrap only")
 
@@ -33,23 +32,12 @@ FORGE = (
 )
 
 SMALL = sandbox.Limits(cpu_s=None, memory_mb=256)
-Change = Callable[..., Path]
 
 
 @pytest.fixture
 def changed(tmp_path: Path) -> Change:
     """The good environment with texts replaced."""
-
-    def change(*replacements: tuple[str, str]) -> Path:
-        source = GOOD.read_text()
-        for old, new in replacements:
-            assert source.count(old) == 1, old
-            source = source.replace(old, new)
-        file: Path = tmp_path / GOOD.name
-        file.write_text(source)
-        return file
-
-    return change
+    return changed_in(tmp_path)
 
 
 def before(place: str, code: str) -> tuple[str, str]:

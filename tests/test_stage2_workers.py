@@ -9,11 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from environment_files import GOOD, Change, changed_in
 
 from game_registry import _REGISTRY as registry
 from game_registry import (
@@ -34,26 +35,14 @@ from pipeline.panel_policies import random_calls
 from pipeline.remote_game import EnvironmentFault, RemoteGame, SandboxedEnvironment, sandboxed_spec
 
 ROOT = Path(__file__).resolve().parents[1]
-GOOD = ROOT / "tests" / "fixtures" / "environments" / "capability_ledger_game.py"
 ISOLATION = "bwrap" if sandbox._probe_bwrap()[0] is not None else "process"
 
-Change = Callable[..., Path]
 
 
 @pytest.fixture
 def changed(tmp_path: Path) -> Change:
     """The good environment with one text replaced."""
-
-    def change(*replacements: tuple[str, str]) -> Path:
-        source = GOOD.read_text()
-        for old, new in replacements:
-            assert source.count(old) == 1, old
-            source = source.replace(old, new)
-        file = tmp_path / GOOD.name
-        file.write_text(source)
-        return file
-
-    return change
+    return changed_in(tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -201,10 +201,15 @@ def load_model(folder: str, dtype: str = "auto", device: str = "auto") -> PreTra
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, attn_implementation="sdpa")
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise InputError(f"model {folder}: cannot be loaded ({str(error).splitlines()[0]}); check --model") from None
+    return frozen(model).to(where)
+
+
+def frozen(model: Any) -> Any:
+    """``model``, in evaluation mode, without gradients and with this module's attention."""
     model.requires_grad_(False)
     model.eval()
     model.set_attn_implementation(ATTENTION)
-    return model.to(where)
+    return model
 
 
 class LocalEngine:

@@ -32,7 +32,7 @@ def skeleton(folder: str) -> Any:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from train.kv_cache import ATTENTION
+    from train.local_engine import frozen
 
     try:
         with torch.device("meta"):
@@ -40,10 +40,7 @@ def skeleton(folder: str) -> Any:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"model {folder}: cannot be loaded ({str(error).splitlines()[0]}); check --model") from None
-    model.requires_grad_(False)
-    model.eval()
-    model.set_attn_implementation(ATTENTION)
-    return model
+    return frozen(model)
 
 
 def shard_base(model: Any, device_type: str, mesh: DeviceMesh | None = None) -> int:

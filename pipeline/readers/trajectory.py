@@ -7,6 +7,7 @@ import json
 import re
 from typing import Any, Literal
 
+from environment_calls import as_unicode
 from pipeline.files import InputError
 from pipeline.readers.stream import describe
 
@@ -50,12 +51,7 @@ class Trajectory:
         """``domain:task`` (an SWE-bench instance id stands alone), with ``#trial`` from the second trial on."""
         alone = not self.domain or self.benchmark == "swebench"
         head = self.task_id if alone else f"{self.domain}:{self.task_id}"
-        return plain(f"{head}#{self.trial}" if self.trial else head)
-
-
-def plain(text: str) -> str:
-    """``text`` that UTF-8 can hold: broken JSON escapes give lone surrogates, which cannot be written again."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+        return as_unicode(f"{head}#{self.trial}" if self.trial else head)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +84,7 @@ MARGIN = 200  # characters around a cut that are looked at too, so that no cut h
 
 def clean(text: str, tally: Tally) -> str:
     """``text`` that UTF-8 can hold, with API keys replaced."""
-    text = plain(text)
+    text = as_unicode(text)
     low = text.lower()
     if not any(mark in low for mark in _MARKS):  # ten times faster than the expression
         return text
@@ -210,7 +206,7 @@ def as_id(value: Any, where: str) -> str:
         InputError: neither a non-empty string nor an integer.
     """
     if isinstance(value, str) and value:
-        return plain(value)
+        return as_unicode(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     raise InputError(f"{where}: expected an id (text or integer), found {describe(value)}")

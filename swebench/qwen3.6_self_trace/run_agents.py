@@ -29,6 +29,7 @@ from run_declared import git
 from run_folder import RunFolder, agent_python
 from run_settings import RunSettings, digest
 
+from environment_calls import as_unicode
 from pipeline.command_line import ProgressLine
 from pipeline.files import InputError, ServerError, check, read_json, write_json
 
@@ -102,7 +103,8 @@ def outcome_of(instance_id: str, trajectory: Path, log: Path, seconds: float, at
         last = text.splitlines()[-1] if text else "no message"
         return Outcome(kind="infrastructure", exit_status="NoTrajectory", detail=last[:DETAIL_CHARS], **common)
     info = data.info
-    patch, status, why = map(_unicode, (info.submission, info.exit_status, info.exception_str))
+    # a lone surrogate goes into no file: one agent must not stop a run
+    patch, status, why = (as_unicode(t or "") for t in (info.submission, info.exit_status, info.exception_str))
     kind = classify(status, patch, why)
     return Outcome(
         kind=kind,
@@ -113,11 +115,6 @@ def outcome_of(instance_id: str, trajectory: Path, log: Path, seconds: float, at
         truncated=sum(_finish_reason(m) == "length" for m in data.messages),
         **common,
     )
-
-
-def _unicode(text: str | None) -> str:
-    """``text`` with a question mark for each lone surrogate, which no file can hold: one agent must not stop a run."""
-    return (text or "").encode("utf-8", "replace").decode()
 
 
 def _finish_reason(message: Mapping[str, Any]) -> str | None:

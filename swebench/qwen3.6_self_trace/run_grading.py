@@ -24,6 +24,7 @@ from run_folder import RunFolder, agent_python
 from run_settings import RunSettings
 from steps import HELD_LOCKS, ending_with_us
 
+from environment_calls import as_unicode
 from pipeline import sandbox
 from pipeline.command_line import ProgressLine
 from pipeline.files import InputError, ServerError, check, parse_json, read_json, read_text, write_json, write_text
@@ -287,7 +288,7 @@ def _test(settings: RunSettings, folder: RunFolder, where: Path, instance: Insta
     logs.mkdir(parents=True, exist_ok=True)
     write_text(logs / "patch.diff", prediction.model_patch or "")
     output = run_tests(settings, folder, instance, logs / "patch.diff")
-    write_text(logs / "test_output.txt", output.encode("utf-8", "replace").decode())
+    write_text(logs / "test_output.txt", as_unicode(output))
 
 
 def run_tests(settings: RunSettings, folder: RunFolder, instance: Instance, patch: Path) -> str:
