@@ -1,14 +1,16 @@
 """The layout of two GPUs: servers and trainer on GPUs of their own, and what happens when a server dies.
 
-    python benchmarks/bench_two_gpus.py --part layout --model models/smollm2 --out runs/bench/layout.json
-    python benchmarks/bench_two_gpus.py --part servers --model models/smollm2 --out runs/bench/servers.json
+    python benchmarks/bench_two_gpus.py --model models/smollm2 --out runs/bench/two_gpus.json
+    python benchmarks/bench_two_gpus.py --parts layout --model models/smollm2 --out runs/bench/layout.json
 
-``layout``: a server on GPU 0, ``python -m train`` on GPU 1, one capability and then four: tokens/s, delivery time, idle
-share of each GPU (from nvidia-smi, once a second) and of each process (from metrics.jsonl).
-``servers``: a server on each GPU; tokens per second of episodes with one and with both (``bench_rollouts.py``).
+All servers that the parts need start side by side, with caches of fixed size; then the parts run one by one:
 ``killed``: a training run on two servers, one of which is killed (kill -9) in the middle of an iteration and started
 again: every iteration must be complete, and the server used again.
-Without a GPU the same runs on the CPU with ``--size tiny``.
+``servers``: a server of the Qwen3-4B shape (random weights) on each GPU; tokens per second of multi-turn episodes with
+one and with both (``bench_rollouts.py``), as many in flight each time.
+``layout``: a server on GPU 0, ``python -m train`` on GPU 1, one capability and then four: tokens/s, delivery time, idle
+share of each GPU (from nvidia-smi, once a second) and of each process (from metrics.jsonl).
+A part that fails leaves the others their turn. Without a GPU the same runs on the CPU with ``--size tiny``.
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.bench_capabilities import CPU_FLAGS, GPU_FLAGS, machine  # noqa: E402
-from benchmarks.serving import end, launch, served, wait_until_healthy  # noqa: E402
-from pipeline.files import ServerError, read_json, read_jsonl, run_cli, write_json  # noqa: E402
+from benchmarks.bench_capabilities import CPU_FLAGS, machine  # noqa: E402
+from benchmarks.serving import end, launch, wait_until_healthy  # noqa: E402
+from pipeline.files import InputError, ServerError, read_json, read_jsonl, run_cli, write_json  # noqa: E402
 
 NAMES = (
     "structured_data_reasoning", "tool_calling_precision", "precondition_verification", "multi_step_task_completion",
@@ -46,28 +48,41 @@ INTERRUPTED = 130  # exit code of a run that was told to stop
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Flags of training and of the servers, and seconds that a training run may take.
+    """Flags of training, of the servers of the real model and of those that are compared, and of their episodes.
 
     Args:
+        shape: of the model of the compared servers, flags of ``shape_model.py``.
         endless: iterations of the run that is stopped once the server that died is in use again.
+        limit_s: seconds that a training run may take.
     """
 
     train: str
     server: str
+    shape: str
+    compared: str
     rollouts: str
     iterations: int
     endless: int
     limit_s: int
 
 
+# fixed caches: servers that start side by side must not measure each other's memory
+GPU_FLAGS = (
+    "--attention-backend FLASH_ATTN --dtype bfloat16 --max-model-len 4096 --enable-prefix-caching --max-num-seqs 512 "
+    "--gpu-memory-utilization 0.05 --kv-cache-memory-bytes "
+)
+LORA_FLAGS = " --enable-lora --max-loras 8 --max-lora-rank 32"
+TINY_FLAGS = CPU_FLAGS.replace("--max-model-len 1024", "--max-model-len 2048")
 SIZES = {
     "gpu": Size(
         "--group-size 16 --groups-per-batch 32 --lora-rank 16 --lora-alpha 32 --lr 3e-4 --max-seq-length 4096",
-        GPU_FLAGS + "0.8", "--size gpu --rounds 1", 10, 500, 150,
+        GPU_FLAGS + str(12 << 30) + LORA_FLAGS, "--shape qwen3-4b",
+        GPU_FLAGS + str(48 << 30) + " --load-format dummy",
+        "--size gpu --rounds 1 --episodes 512 --concurrency 512", 10, 500, 200,
     ),
     "tiny": Size(
         "--group-size 4 --groups-per-batch 2 --lora-rank 4 --lora-alpha 4 --lr 1e-4 --max-seq-length 512 --device cpu",
-        CPU_FLAGS.replace("--max-model-len 1024", "--max-model-len 2048"),
+        TINY_FLAGS, "--shape tiny --vocabulary 1024", TINY_FLAGS + " --load-format dummy",
         "--size cpu --rounds 1 --episodes 8 --concurrency 4 --group 4 --turns 2 --tokens 4 --prompt 48", 3, 500, 200,
     ),
 }  # fmt: skip
@@ -157,85 +172,110 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def layout(args: argparse.Namespace, work: Path, record: dict[str, Any]) -> None:
-    """A server on GPU 0 and the trainer on GPU 1, with one and with four capabilities."""
-    size = SIZES[args.size]
-    with served(args.model, size.server.split(), work / "server.log", args.server_start_s, gpu(0, args.size)) as url:
-        for n in (1, len(NAMES)):
-            folder = work / f"run{n}"
-            with GpuMeter() as meter:
-                rows = finish(train(args, list(NAMES[:n]), url, folder), folder, size.limit_s)
-            found = summary(rows) | {"gpu_idle_shares": meter.idle_shares()}
-            record.setdefault("capabilities", {})[str(n)] = found
-            write_json(args.out, record)
+@dataclasses.dataclass
+class Servers:
+    """One model's servers, the first on GPU 0 and so on; all of them end with the block.
 
+    Args:
+        name: of their logs and of their caches of compiled code, which nobody else writes.
+    """
 
-@contextlib.contextmanager
-def two_servers(args: argparse.Namespace, work: Path) -> Iterator[list[tuple[subprocess.Popen[bytes], str]]]:
-    """One per GPU, started one after the other: the memory profile of a start wants its GPU for itself."""
-    running: list[tuple[subprocess.Popen[bytes], str]] = []
-    flags = SIZES[args.size].server.replace("0.8", "0.5").split()  # the trainer shares GPU 1
-    try:
-        for index in range(2):
-            log = work / f"server{index}.log"
-            running.append(launch(args.model, flags, log, gpu(index, args.size)))
-        for index, (process, url) in enumerate(running):
-            wait_until_healthy(process, url, args.server_start_s, work / f"server{index}.log")
-        yield running
-    finally:
-        for process, _ in running:
+    args: argparse.Namespace
+    model: Path
+    flags: list[str]
+    work: Path
+    name: str
+    running: list[tuple[subprocess.Popen[bytes], str]] = dataclasses.field(default_factory=list)
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, _ in self.running:
             end(process)
 
+    def start(self, index: int, port: int = 0) -> None:
+        """Launch server ``index``; it is not ready yet."""
+        env = gpu(index, self.args.size) | {"VLLM_CACHE_ROOT": str(self.work / f"cache_{self.name}{index}")}
+        self.running[index : index + 1] = [launch(self.model, self.flags, self.log(index), env, port)]
 
-def servers(args: argparse.Namespace, work: Path, record: dict[str, Any]) -> None:
-    """Two servers against one."""
-    size = SIZES[args.size]
-    with two_servers(args, work) as running:
-        urls = [url for _, url in running]
-        for name, given in (("one", urls[:1]), ("two", urls)):
-            out = work / f"rollouts_{name}.json"
-            command = [sys.executable, "benchmarks/bench_rollouts.py", "--model", str(args.model), "--base-url"]
-            command += [",".join(given), *size.rollouts.split(), "--json-output", str(out)]
-            subprocess.run(command, cwd=ROOT, check=True, timeout=240, stdout=subprocess.DEVNULL)
-            record[f"tokens_per_s_{name}"] = read_json(out, "result")["tokens_per_s"]
-            write_json(args.out, record)
-        record["speedup_of_two"] = round(record["tokens_per_s_two"] / record["tokens_per_s_one"], 3)
-        write_json(args.out, record)
+    def log(self, index: int) -> Path:
+        return self.work / f"server_{self.name}{index}.log"
+
+    def wait(self) -> list[str]:
+        """Their URLs, once all of them answer."""
+        for index, (process, url) in enumerate(self.running):
+            wait_until_healthy(process, url, self.args.server_start_s, self.log(index))
+        return [url for _, url in self.running]
+
+    def stop(self, index: int) -> None:
+        """End server ``index`` and those after it."""
+        for process, _ in self.running[index:]:
+            end(process, at_once=True)
+        del self.running[index:]
 
 
-def killed(args: argparse.Namespace, work: Path, record: dict[str, Any]) -> None:
-    """Kill -9 of the second server in the middle of the second iteration, and its restart on the same port."""
+def servers(args: argparse.Namespace, work: Path, pair: Servers, save: Callable[[dict[str, Any]], None]) -> None:
+    """Two servers against one, with as many episodes in flight."""
+    urls, rates = pair.wait(), dict[str, float]()
+    for name, given in (("one", urls[:1]), ("two", urls)):
+        out = work / f"rollouts_{name}.json"
+        command = [sys.executable, "benchmarks/bench_rollouts.py", "--model", str(pair.model), "--base-url"]
+        command += [",".join(given), *SIZES[args.size].rollouts.split(), "--json-output", str(out)]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=240, stdout=subprocess.DEVNULL)
+        found = read_json(out, "result")
+        rates |= {f"tokens_per_s_{name}": found["tokens_per_s"], f"saturated_{name}": found["saturated_tokens_per_s"]}
+        save(rates)
+    save(rates | {"speedup_of_two": round(rates["tokens_per_s_two"] / rates["tokens_per_s_one"], 3)})
+
+
+def killed(args: argparse.Namespace, work: Path, pair: Servers, save: Callable[[dict[str, Any]], None]) -> None:
+    """Kill -9 of the second server in the middle of the third iteration, and its restart on the same port."""
     size, folder = SIZES[args.size], work / "killed"
     metrics, events = folder / "run/metrics.jsonl", folder / "run/events.jsonl"
-    with two_servers(args, work) as running:
-        victim, url = running[1]
-        process = train(args, [NAMES[0]], ",".join(u for _, u in running), folder, size.endless)
-        try:
-            _wait_for(process, lambda: _count(metrics, "sampled_tokens") >= 2, size.limit_s, folder)
-            time.sleep(0.2)  # into the sampling of the next iteration
-            end(victim, at_once=True)
-            died = time.monotonic()
-            flags, port = size.server.replace("0.8", "0.5").split(), int(url.rpartition(":")[2])
-            running[1] = launch(args.model, flags, work / "server1_again.log", gpu(1, args.size), port)
-            _wait_for(process, lambda: _count(events, "server back") == 1, args.server_start_s + 60, folder)
-            record["restart_s"] = round(time.monotonic() - died, 1)
-            done = _count(metrics, "sampled_tokens")
-            _wait_for(process, lambda: _count(metrics, "sampled_tokens") >= done + 2, size.limit_s, folder)
-            process.send_signal(signal.SIGINT)
-        except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            raise
-        rows = finish(process, folder, 60)
+    urls = pair.wait()
+    url = urls[1]
+    process = train(args, [NAMES[0]], ",".join(urls), folder, size.endless)
+    try:
+        _wait_for(process, lambda: _count(metrics, "sampled_tokens") >= 2, size.limit_s, folder)
+        time.sleep(0.2)  # into the sampling of the next iteration
+        end(pair.running[1][0], at_once=True)
+        died = time.monotonic()
+        pair.start(1, int(url.rpartition(":")[2]))
+        _wait_for(process, lambda: _count(events, "server back") == 1, args.server_start_s + 60, folder)
+        restart_s = round(time.monotonic() - died, 1)
+        done = _count(metrics, "sampled_tokens")
+        _wait_for(process, lambda: _count(metrics, "sampled_tokens") >= done + 2, size.limit_s, folder)
+        process.send_signal(signal.SIGINT)
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise
+    rows = finish(process, folder, 60)
     kinds = [e["event"] for e in read_jsonl(events, "events") if e["server"] == url]
     group = int(size.train.split("--group-size ")[1].split()[0])
-    record |= summary(rows) | {
-        "lost": kinds.count("server lost"),
-        "back": kinds.count("server back"),
-        "loaded_after_return": kinds[kinds.index("server back") :].count("loaded"),
-        "iterations_in_order": [r["iteration"] for r in rows] == list(range(1, len(rows) + 1)),
-        "episodes_beside_whole_groups": sum(r["episodes"] % group for r in rows),
-    }
+    save(
+        summary(rows) | {
+            "restart_s": restart_s,
+            "lost": kinds.count("server lost"),
+            "back": kinds.count("server back"),
+            "loaded_after_return": kinds[kinds.index("server back") :].count("loaded"),
+            "iterations_in_order": [r["iteration"] for r in rows] == list(range(1, len(rows) + 1)),
+            "episodes_beside_whole_groups": sum(r["episodes"] % group for r in rows),
+        }
+    )  # fmt: skip
+
+
+def layout(args: argparse.Namespace, work: Path, pair: Servers, save: Callable[[dict[str, Any]], None]) -> None:
+    """A server on GPU 0 and the trainer alone on GPU 1, with one and with four capabilities."""
+    pair.stop(1)
+    [url], found = pair.wait(), dict[str, Any]()
+    for n in (1, len(NAMES)):
+        folder = work / f"run{n}"
+        with GpuMeter() as meter:
+            rows = finish(train(args, list(NAMES[:n]), url, folder), folder, SIZES[args.size].limit_s)
+        found[str(n)] = summary(rows) | {"gpu_idle_shares": meter.idle_shares()}
+        save({"capabilities": found})
 
 
 def _count(path: Path, what: str) -> int:
@@ -253,32 +293,63 @@ def _wait_for(process: subprocess.Popen[str], ready: Callable[[], bool], limit_s
     raise ServerError(f"training ended or was too slow: {' '.join(text[-400:].split())}")
 
 
-PARTS = {"layout": layout, "servers": servers, "killed": killed}
+PARTS = {"killed": killed, "servers": servers, "layout": layout}  # timings last: other work may still end
+
+
+def run(args: argparse.Namespace, parts: list[str], work: Path, record: dict[str, Any]) -> dict[str, str]:
+    """The parts in their order; what was measured is in ``record`` and in ``--out`` at once. Returns what failed."""
+    size, failed = SIZES[args.size], dict[str, str]()
+    shape = work / "shape"
+    if "servers" in parts:
+        command = [sys.executable, str(ROOT / "benchmarks/shape_model.py"), *size.shape.split(), "--out", str(shape)]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    compared = Servers(args, shape, size.compared.split(), work, "compared")
+    real = Servers(args, args.model, size.server.split(), work, "real")
+    with compared, real:
+        for index in range(2):
+            if "servers" in parts:
+                compared.start(index)
+            if "killed" in parts or ("layout" in parts and index == 0):
+                real.start(index)
+        for name in [n for n in PARTS if n in parts]:
+
+            def save(found: dict[str, Any], name: str = name) -> None:
+                record[name] = found
+                write_json(args.out, record)
+
+            try:
+                PARTS[name](args, work, compared if name == "servers" else real, save)
+            except (ServerError, InputError, subprocess.SubprocessError) as error:
+                failed[name] = str(error)
+                sys.stderr.write(f"{name}: {error}\n")
+            if name == "servers":
+                compared.stop(0)
+    return failed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=sorted(PARTS), required=True)
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma list [%(default)s]")
     parser.add_argument("--model", type=Path, required=True, help="model folder, the same for server and trainer")
     parser.add_argument("--size", choices=sorted(SIZES), default="gpu", help="[%(default)s]")
     parser.add_argument("--out", type=Path, required=True, help="JSON result")
     parser.add_argument("--logs", type=Path, help="folder for the logs of servers and training [temporary]")
     parser.add_argument("--server-start-s", type=float, default=300.0, help="[%(default)s]")
     args = parser.parse_args()
+    parts = args.parts.split(",")
+    if not set(parts) <= set(PARTS):
+        raise InputError(f"--parts {args.parts}: expected some of {', '.join(PARTS)}")
     args.model = args.model.resolve()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` ends us so; the servers must go too
-    record: dict[str, Any] = {"schema_version": 1, "benchmark": f"two_gpus_{args.part}", "size": args.size}
-    record |= {"model": args.model.name, "settings": dataclasses.asdict(SIZES[args.size])}
+    record: dict[str, Any] = {"schema_version": 1, "benchmark": "two_gpus", "size": args.size}
+    record |= {"model": args.model.name, "settings": dataclasses.asdict(SIZES[args.size]), "machine": machine()}
     with tempfile.TemporaryDirectory(prefix="trace_two_gpus_") as temporary:
-        work = args.logs or Path(temporary)
+        work = (args.logs or Path(temporary)).resolve()
         work.mkdir(parents=True, exist_ok=True)
-        try:
-            PARTS[args.part](args, work, record)
-        finally:  # what was measured before a fault counts
-            record["machine"] = machine()
-            write_json(args.out, record)
+        record["failed"] = run(args, parts, work, record)
+        write_json(args.out, record)
     print(json.dumps(record, indent=2))
-    return 0
+    return 1 if record["failed"] else 0
 
 
 if __name__ == "__main__":

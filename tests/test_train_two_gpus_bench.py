@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from pipeline.files import ServerError, read_json
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import bench_two_gpus
-from benchmarks.bench_two_gpus import INTERRUPTED, SIZES, GpuMeter, _wait_for, finish, summary
+from benchmarks.bench_two_gpus import INTERRUPTED, SIZES, GpuMeter, Servers, _wait_for, finish, summary
 from train.config import build_parser, load_config
 
 
@@ -75,7 +73,7 @@ def test_its_flags_are_flags_of_the_command(name: str, tmp_path: Path, monkeypat
     assert config.capabilities == ("capability_a", "capability_b") and config.max_iters == 7
     assert seen["env"]["VLLM_BASE_URLS"] == "http://x:1,http://y:2"
     assert seen["env"].get("CUDA_VISIBLE_DEVICES") == ("1" if name == "gpu" else None)
-    assert ("0.8" in SIZES[name].server) == (name == "gpu"), "two servers beside a trainer take another share"
+    assert ("--kv-cache-memory-bytes" in SIZES[name].server) == (name == "gpu"), "servers start side by side"
 
 
 def arguments(tmp_path: Path) -> argparse.Namespace:
@@ -84,64 +82,145 @@ def arguments(tmp_path: Path) -> argparse.Namespace:
     )
 
 
-def test_layout_measures_one_and_four_capabilities_on_one_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first result is on disk before the second run begins."""
-    began: list[dict[str, Any]] = []
+class Server:
+    """Stands for a server's process."""
 
-    @contextlib.contextmanager
-    def served(model: Path, flags: list[str], log: Path, limit_s: float, env: dict[str, str]) -> Iterator[str]:
-        began.append({"server": env, "log": log})
-        yield "http://server"
+    def __init__(self, model: Path, log: Path, env: dict[str, str], port: int) -> None:
+        self.model, self.log, self.env, self.port, self.ended = model, log, env, port, False
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Server]:
+    """Every server that is launched, in order; none runs."""
+    found: list[Server] = []
+
+    def launch(model: Path, flags: list[str], log: Path, env: dict[str, str], port: int) -> tuple[Server, str]:
+        found.append(Server(model, log, env, port))
+        return found[-1], f"http://s:{port or len(found)}"
+
+    monkeypatch.setattr(bench_two_gpus, "launch", launch)
+    monkeypatch.setattr(bench_two_gpus, "wait_until_healthy", lambda *_: None)
+    monkeypatch.setattr(bench_two_gpus, "end", lambda server, **_: setattr(server, "ended", True))
+    return found
+
+
+def pair(tmp_path: Path, n: int) -> Servers:
+    found = Servers(arguments(tmp_path), tmp_path / "model", ["--flag"], tmp_path, "real")
+    for index in range(n):
+        found.start(index)
+    return found
+
+
+def test_layout_measures_one_and_four_capabilities_on_one_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[Server]
+) -> None:
+    """The first result is saved before the second run begins, and no other server shares the trainer's GPU."""
+    began: list[dict[str, Any]] = []
+    saved: list[dict[str, Any]] = []
 
     def train(args: Any, names: list[str], url: str, folder: Path) -> subprocess.Popen[str]:
-        began.append({"names": names, "url": url, "written": read_json(args.out) if args.out.exists() else None})
+        began.append({"names": names, "url": url, "saved": len(saved), "others": [s.ended for s in started]})
         lines = [json.dumps(row(k, 5.0 * k)) for k in (1, 2, 3) for _ in names]
         (folder / "run").mkdir(parents=True)
         (folder / "run/metrics.jsonl").write_text("\n".join(lines) + "\n")
         (folder / "train.log").write_text("")
         return subprocess.Popen([sys.executable, "-c", "pass"], text=True, start_new_session=True)
 
-    monkeypatch.setattr(bench_two_gpus, "served", served)
     monkeypatch.setattr(bench_two_gpus, "train", train)
-    record: dict[str, Any] = {}
-    bench_two_gpus.layout(arguments(tmp_path), tmp_path, record)
-    assert began[0] == {"server": {"CUDA_VISIBLE_DEVICES": "0"}, "log": tmp_path / "server.log"}
-    assert [len(entry["names"]) for entry in began[1:]] == [1, 4] and began[1]["url"] == "http://server"
-    assert began[1]["written"] is None and list(began[2]["written"]["capabilities"]) == ["1"]
-    found = read_json(tmp_path / "out.json")["capabilities"]
+    servers = pair(tmp_path, 2)
+    bench_two_gpus.layout(
+        arguments(tmp_path), tmp_path, servers, lambda found: saved.append(json.loads(json.dumps(found)))
+    )
+    assert started[0].env["CUDA_VISIBLE_DEVICES"] == "0" and len({s.env["VLLM_CACHE_ROOT"] for s in started}) == 2
+    assert [len(entry["names"]) for entry in began] == [1, 4] and {entry["url"] for entry in began} == {"http://s:1"}
+    assert [entry["saved"] for entry in began] == [0, 1] and began[0]["others"] == [False, True]
+    assert list(saved[0]["capabilities"]) == ["1"]
+    found = saved[1]["capabilities"]
     assert found["4"]["iterations"] == 12 and found["1"]["tokens_per_s"] == 10.0 and "gpu_idle_shares" in found["4"]
 
 
-class Server:
-    def __init__(self, log: Path, env: dict[str, str]) -> None:
-        self.log, self.env, self.ended = log, env, False
+def rollouts(command: list[str], **more: Any) -> None:
+    """In place of the commands that the benchmark starts."""
+    if not command[1].endswith("bench_rollouts.py"):
+        return
+    options = bench_rollouts_options(command)
+    rate = 100.0 * len(options["--base-url"].split(","))
+    result = {"tokens_per_s": rate, "saturated_tokens_per_s": 2 * rate}
+    Path(options["--json-output"]).write_text(json.dumps(result))
 
 
-def test_two_servers_are_compared_with_one_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Server] = []
+def test_all_servers_start_at_once_and_end_as_soon_as_nobody_needs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[Server]
+) -> None:
+    """A part that fails is named, leaves the others their turn, and what was measured is on disk."""
+    monkeypatch.setattr(bench_two_gpus.subprocess, "run", rollouts)
+    alive: dict[str, list[str]] = {}
 
-    def launch(model: Path, flags: list[str], log: Path, env: dict[str, str]) -> tuple[Server, str]:
-        assert "0.5" in flags and "0.8" not in flags, "two servers and a trainer: half a GPU each"
-        started.append(Server(log, env))
-        return started[-1], f"http://s{len(started)}"
+    def part(name: str, fail: bool) -> Any:
+        def measure(args: Any, work: Path, servers: Servers, save: Any) -> None:
+            alive[name] = [f"{s.log.stem}" for s in started if not s.ended]
+            assert len(started) == 4, "before the first part"
+            if fail:
+                raise ServerError("it died")
+            save({"value": 1})
 
-    def run(command: list[str], **more: Any) -> None:
-        options = bench_rollouts_options(command)
-        rate = 100.0 * len(options["--base-url"].split(","))
-        Path(options["--json-output"]).write_text(json.dumps({"tokens_per_s": rate}))
+        return measure
 
-    monkeypatch.setattr(bench_two_gpus, "launch", launch)
-    monkeypatch.setattr(bench_two_gpus, "wait_until_healthy", lambda *_: None)
-    monkeypatch.setattr(bench_two_gpus, "end", lambda server: setattr(server, "ended", True))
-    monkeypatch.setattr(bench_two_gpus.subprocess, "run", run)
+    monkeypatch.setitem(bench_two_gpus.PARTS, "killed", part("killed", True))
+    monkeypatch.setitem(bench_two_gpus.PARTS, "layout", part("layout", False))
     record: dict[str, Any] = {}
-    bench_two_gpus.servers(arguments(tmp_path), tmp_path, record)
-    assert [s.env["CUDA_VISIBLE_DEVICES"] for s in started] == ["0", "1"] and all(s.ended for s in started)
+    failed = bench_two_gpus.run(arguments(tmp_path), ["layout", "killed", "servers"], tmp_path, record)
+    assert failed == {"killed": "it died"}
+    assert [s.env["CUDA_VISIBLE_DEVICES"] for s in started] == ["0", "0", "1", "1"]
+    real, compared = ["server_real0", "server_real1"], ["server_compared0", "server_compared1"]
+    assert sorted(alive["killed"]) == sorted(compared + real) and alive["layout"] == real
+    assert all(s.ended for s in started) and list(alive) == ["killed", "layout"]
     assert read_json(tmp_path / "out.json") == {
-        "tokens_per_s_one": 100.0, "tokens_per_s_two": 200.0, "speedup_of_two": 2.0,
+        "servers": {"tokens_per_s_one": 100.0, "saturated_one": 200.0, "tokens_per_s_two": 200.0,
+                    "saturated_two": 400.0, "speedup_of_two": 2.0},
+        "layout": {"value": 1},
     }  # fmt: skip
+
+
+def test_a_part_starts_only_the_servers_that_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[Server]
+) -> None:
+    monkeypatch.setattr(bench_two_gpus.subprocess, "run", rollouts)
+    monkeypatch.setitem(bench_two_gpus.PARTS, "layout", lambda *_: None)
+    bench_two_gpus.run(arguments(tmp_path), ["layout"], tmp_path, {})
+    assert [s.log.stem for s in started] == ["server_real0"]
+    started.clear()
+    bench_two_gpus.run(arguments(tmp_path), ["servers"], tmp_path, {})
+    assert [s.log.stem for s in started] == ["server_compared0", "server_compared1"] and all(s.ended for s in started)
+
+
+def test_the_server_that_was_killed_returns_on_its_own_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[Server]
+) -> None:
+    """Killed in the third iteration, back, used for two more; the counts come from the run's own files."""
+    folder, waits = tmp_path / "killed", list[Any]()
+    args, saved = arguments(tmp_path), list[dict[str, Any]]()
+
+    def train(args: Any, names: list[str], urls: str, folder: Path, iterations: int) -> subprocess.Popen[str]:
+        assert urls == "http://s:1,http://s:2" and iterations == SIZES["gpu"].endless
+        (folder / "run").mkdir(parents=True)
+        (folder / "run/metrics.jsonl").write_text(
+            "".join(json.dumps(row(k, 2.0 * k, episodes=512.0)) + "\n" for k in range(1, 6))
+        )
+        events = [("server lost", 2), ("server back", 2), ("loaded", 2), ("loaded", 1)]
+        lines = [json.dumps({"event": what, "server": f"http://s:{k}"}) for what, k in events]
+        (folder / "run/events.jsonl").write_text("\n".join(lines) + "\n")
+        (folder / "train.log").write_text("")
+        return subprocess.Popen([sys.executable, "-c", "pass"], text=True, start_new_session=True)
+
+    monkeypatch.setattr(bench_two_gpus, "train", train)
+    monkeypatch.setattr(bench_two_gpus, "_wait_for", lambda *_: waits.append([s.ended for s in started]))
+    bench_two_gpus.killed(args, tmp_path, pair(tmp_path, 2), saved.append)
+    assert waits == [[False, False], [False, True, False], [False, True, False]]
+    assert started[2].port == 2 and started[2].env == started[1].env
+    [found] = saved
+    assert (found["lost"], found["back"], found["loaded_after_return"]) == (1, 1, 1)
+    assert found["iterations_in_order"] and found["episodes_beside_whole_groups"] == 0 and folder.exists()
 
 
 def bench_rollouts_options(command: list[str]) -> dict[str, str]:

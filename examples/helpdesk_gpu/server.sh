@@ -26,7 +26,8 @@ if [ "${1:-}" = stop ]; then
 fi
 FLAGS="--dtype bfloat16 --max-model-len 2048 --enable-prefix-caching --enable-lora"
 if [ "$SIZE" = gpu ]; then
-  FLAGS+=" --attention-backend FLASH_ATTN --gpu-memory-utilization 0.3 --max-num-seqs 512 --max-loras 24 --max-lora-rank 64"
+  FLAGS+=" --attention-backend FLASH_ATTN --max-num-seqs 512 --max-loras 24 --max-lora-rank 64"
+  FLAGS+=" --gpu-memory-utilization 0.05 --kv-cache-memory-bytes $((16 << 30))"   # fixed: others may use the GPU meanwhile
 else
   rank=64; [ "$SIZE" = tiny ] && rank=8   # the CPU kernels gather max-lora-rank rows for every token
   FLAGS+=" --enforce-eager --block-size 32 --max-num-seqs 32 --max-num-batched-tokens 16384 --max-loras 12 --max-lora-rank $rank"
