@@ -86,8 +86,8 @@ def run(preset: Any, ranks: Ranks, device: str, groups: int, repeats: int, shard
             parameter.data.copy_(0.01 * torch.randn(parameter.shape, generator=generator))
     result: dict[str, Any] = {}
     if shard:
-        frozen = [p for n, p in model.named_parameters() if "lora_" not in n]
-        result["base_bytes"] = sum(p.numel() * p.element_size() for p in frozen)
+        # no list of them: it would keep the whole weights on the device
+        result["base_bytes"] = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if "lora_" not in n)
         result["base_bytes_held"] = shard_base(model, device.partition(":")[0])
         learner = new_learner(model, ranks, sharded=True)
         result["sharded"] = measure(learner, items, config, device, repeats)

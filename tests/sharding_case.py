@@ -18,6 +18,7 @@ from train.local_engine import load_model
 from train.lora import adapter_parameters, adapter_state, attach_adapter, lora_config
 from train.packing import TokenSequence
 from train.sharding import is_sharded, shard_base, skeleton
+from train.tree_decoder import structure_refusal
 
 CASES = [("qwen3", "none"), ("qwen3_moe", "all")]
 
@@ -31,6 +32,7 @@ def run_case(family: str, checkpoint: str, ranks: Ranks, shard: bool) -> dict[st
     whole = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if "lora_" not in n)
     held = shard_base(model, "cpu") if shard else whole
     assert is_sharded(model) == shard
+    assert structure_refusal(model.get_base_model()) is None, "a sharded layer too takes the fast path"
     mask = [False] * 6 + [True] * 2
     episodes = [TokenSequence([5, 6, 7, 8, 9, g, 20 + k, 30 + k], mask) for g in range(2) for k in range(3)]
     packs = make_packs(model, episodes, 12)

@@ -51,6 +51,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, heavy_folder: Path) -> l
     shared = {
         "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+        "MALLOC_MMAP_THRESHOLD_": "65536",  # freed tensors go back to the system, whatever ran before
     }  # fmt: skip
     ranks = [
         subprocess.Popen(

@@ -12,6 +12,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from train.fast_lora import (
@@ -53,7 +54,7 @@ def structure_refusal(base: Any) -> str | None:
     if hasattr(base, "capability_routing"):
         return "routed layers: their route travels with the model's own forward"
     decoder = base.get_decoder()
-    kinds = {type(layer).__name__ for layer in decoder.layers}
+    kinds = {_kind(layer) for layer in decoder.layers}
     if not kinds <= set(_DENSE) | _SPARSE:
         return f"layers of type {', '.join(sorted(kinds))}"
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
@@ -61,6 +62,11 @@ def structure_refusal(base: Any) -> str | None:
     if config.hidden_act != "silu":
         return f"activation {config.hidden_act}"
     return None
+
+
+def _kind(layer: Any) -> str:
+    """The class of a decoder layer; sharding gives it a subclass of its own at run time."""
+    return next(c.__name__ for c in type(layer).__mro__ if not issubclass(c, FSDPModule))
 
 
 def _is_dense(layer: Any) -> bool:
