@@ -57,7 +57,7 @@ def summary(results: dict[str, Any], machine_name: str) -> dict[str, Any]:
     """The published keys, from whatever variants finished."""
     tree, trl = results.get("tree", {}), results.get("trl", {})
     if "step_s" not in tree:  # its own run failed, or was not asked for
-        tree = results.get("tree_rectangles", tree)
+        tree = results.get("tree_flex", tree)
     out: dict[str, Any] = {"step_s": tree.get("step_s"), "peak_gib": tree.get("peak_gib")}
     rate = PEAK_FLOPS.get(machine_name)
     if rate and "flops_linear" in tree:

@@ -39,7 +39,7 @@ PRESETS = {
             "max_position_embeddings": 40960,
         },
         "bfloat16", 16, 4096, 512, 0.25, 32, 5,
-        {"tree": 120, "trl": 100, "check": 60, "attention": 60, "tree_rectangles": 100},
+        {"tree": 120, "trl": 100, "check": 150, "attention": 60, "tree_flex": 100},
     ),
     "cpu": Preset(
         {
@@ -315,9 +315,9 @@ def run_check(preset: Preset, device: str) -> dict[str, Any]:
         items = group_items(small, 5, 20)
         losses = [("tree", tree_loss), ("plain", plain_loss)]
         if device == "cuda" and dtype == "bfloat16":
-            losses.append(("tree_rectangles", tree_loss))
+            losses.append(("tree_flex", tree_loss))
         for name, loss in losses:
-            tree_attention.USE_RECTANGLES = name == "tree_rectangles"
+            tree_attention.USE_RECTANGLES = name != "tree_flex"
             learner.model.zero_grad()
             loss(learner.model, items).backward()
             grads[f"{name}_{dtype}"] = torch.cat([p.grad.double().flatten() for p in learner.parameters.values()])
@@ -352,11 +352,11 @@ def plain_loss(model: Any, items: list[Any]) -> Any:
     return total
 
 
-def run_tree_rectangles(preset: Preset, device: str) -> dict[str, Any]:
-    """``tree`` with the suffixes' attention to the prompt by cuDNN instead of FlexAttention."""
+def run_tree_flex(preset: Preset, device: str) -> dict[str, Any]:
+    """``tree`` with the suffixes' attention to the prompt by FlexAttention too, instead of cuDNN."""
     from train import tree_attention
 
-    tree_attention.USE_RECTANGLES = True
+    tree_attention.USE_RECTANGLES = False
     return run_tree(preset, device)
 
 
@@ -425,7 +425,7 @@ def both_passes(function: Callable[[], Any], grad: Any) -> dict[str, float]:
 
 VARIANTS = {
     "tree": run_tree,
-    "tree_rectangles": run_tree_rectangles,
+    "tree_flex": run_tree_flex,
     "check": run_check,
     "attention": run_attention,
     "trl": run_trl,

@@ -87,7 +87,8 @@ def run(preset: Any, ranks: Ranks, device: str, groups: int, repeats: int, shard
     result: dict[str, Any] = {}
     if shard:
         # no list of them: it would keep the whole weights on the device
-        result["base_bytes"] = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if "lora_" not in n)
+        named = model.named_parameters()
+        result["base_bytes"] = sum(p.numel() * p.element_size() for n, p in named if "lora_" not in n)
         result["base_bytes_held"] = shard_base(model, device.partition(":")[0])
         learner = new_learner(model, ranks, sharded=True)
         result["sharded"] = measure(learner, items, config, device, repeats)

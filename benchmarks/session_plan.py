@@ -182,7 +182,7 @@ def steps(size: str, work: str, model: str, gate_set: tuple[str, ...]) -> list[T
         return Task(name, seconds, command, services=(f"engine_{kind}",), out=f"engine_{kind}.json", optional=optional)
 
     rollouts = (python, here + "bench_rollouts.py", "--size", kind)
-    second = "tree" if tiny else "tree,tree_rectangles"
+    second = "tree" if tiny else "tree,tree_flex"
     capabilities = (python, here + "bench_capabilities.py", "--preset", preset, "--iterations", iterations, "--warmup",
                     "1" if tiny else "2", "--base-url", "{url:server_small}", "--model", f"{work}/small")  # fmt: skip
     return [

@@ -207,8 +207,8 @@ class ScriptedServer:
         with self._counted():
             await asyncio.sleep(self.delay_s)
             prompt, limit = body["prompt"], body["max_tokens"]
-            forced = body.get("allowed_token_ids")
-            ids = [forced[0]] if forced else self.completion(prompt, body)
+            forced = [int(token) for token, bias in (body.get("logit_bias") or {}).items() if bias == 100.0]
+            ids = forced[:1] or self.completion(prompt, body)
             cut = len(ids) > limit or (len(ids) == limit and ids[-1] != STOP)
             ids = ids[:limit]
         logprobs = [self.logprob(i, body) for i in ids]

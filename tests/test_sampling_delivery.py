@@ -13,7 +13,17 @@ import pytest
 from scripted_server import ScriptedServer
 
 from pipeline.files import InputError, ServerError
-from train.delivery import SCORED_TOKENS, AdapterDelivery, Canary, DeliveryError, adapter_name, compare_canary
+from train import vllm_engine
+from train.delivery import (
+    SCORED_TOKENS,
+    SURE_TOKENS,
+    AdapterDelivery,
+    Canary,
+    DeliveryError,
+    adapter_name,
+    compare_canary,
+    spread_indices,
+)
 from train.engine import SamplingParams
 from train.vllm_engine import VllmEngine
 from train.vllm_pool import PoolTimes
@@ -64,6 +74,31 @@ def test_no_false_alarm_where_the_comparison_is_decided() -> None:
         new = logprobs(seed + 1000, old, 0.06)
         verdicts.append(compare_canary(logprobs(seed + 2000, new, ROUNDING), new, old))
     assert sum(v.resolved for v in verdicts) > 200 and not any(v.wrong for v in verdicts)
+
+
+@pytest.mark.parametrize("unsure", [1, 2, 4, 8, SCORED_TOKENS])
+def test_rounding_of_the_few_unsure_tokens_decides_nothing(unsure: int) -> None:
+    """A sure policy: all tokens but a few are exact, and those differ by rounding only, some more than others."""
+    rng = np.random.default_rng(unsure)
+    verdicts = []
+    for _ in range(500):
+        scale = np.full(SCORED_TOKENS, 0.001)
+        scale[:unsure] = 0.1 * np.exp(0.5 * rng.normal(size=unsure))
+        server, new, old = (-0.5 + scale * rng.normal(size=SCORED_TOKENS) for _ in range(3))
+        verdicts.append(compare_canary(server, new, old))
+    assert sum(v.resolved for v in verdicts) <= 2 and sum(v.wrong for v in verdicts) <= 1
+
+
+def test_a_move_of_many_tokens_is_told_although_their_rounding_differs() -> None:
+    rng, found = np.random.default_rng(0), []
+    for _ in range(200):
+        scale = 0.04 * np.exp(0.5 * rng.normal(size=SCORED_TOKENS))
+        old = rng.normal(size=SCORED_TOKENS) * 0.5 - 3
+        new = old + 0.4 * rng.normal(size=SCORED_TOKENS)
+        verdict = compare_canary(old + scale * rng.normal(size=SCORED_TOKENS), new, old)
+        assert verdict.wrong == verdict.resolved
+        found.append(verdict.wrong)
+    assert np.mean(found) > 0.75
 
 
 def test_another_model_altogether_is_found_even_when_nothing_moved() -> None:
@@ -126,15 +161,14 @@ def test_delivery_reports_its_time_and_both_errors(scripted_server: ScriptedServ
     assert report.name == adapter_name("lookup", 1) == "lookup@v1"
     assert 0 < report.load_s <= report.seconds < 5
     assert report.canary.resolved and report.canary.error_new < report.canary.error_old
-    (body,) = scripted_server.calls("/v1/completions")
-    assert body["model"] == "lookup@v1" and body["prompt"] == list(IDS) and body["prompt_logprobs"] == 0
 
 
-def test_a_busy_server_is_asked_for_single_tokens(scripted_server: ScriptedServer, tmp_path: Path) -> None:
-    """Prompt log-probs beside turns, of whomever, would kill it; some tokens tell enough."""
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_server_is_asked_for_single_tokens(scripted_server: ScriptedServer, tmp_path: Path, others: int) -> None:
+    """Prompt log-probs beside turns would kill it, and an idle server can get turns of others at any moment."""
     old, new = logprobs(0), logprobs(1, logprobs(0), 0.4)
     serve(scripted_server, lambda model: logprobs(2, new if model == "lookup@v1" else old, ROUNDING))
-    scripted_server.others_running = 1
+    scripted_server.others_running = others
 
     async def steps(delivery: AdapterDelivery) -> Any:
         return await delivery.deliver("lookup", 1, folder(tmp_path, "v1"), canary(new, old))
@@ -146,7 +180,7 @@ def test_a_busy_server_is_asked_for_single_tokens(scripted_server: ScriptedServe
     assert len(bodies) == len(asked) == SCORED_TOKENS
     for position, body in asked.items():
         assert body["model"] == "lookup@v1" and body["prompt"] == list(IDS[:position]) and body["max_tokens"] == 1
-        assert body["allowed_token_ids"] == [IDS[position]] and "prompt_logprobs" not in body
+        assert body["logit_bias"] == {str(IDS[position]): 100.0} and "prompt_logprobs" not in body
     chosen = sorted(i - 1 for i in asked)
     assert chosen[0] == 0 and chosen[-1] == N - 1 and max(np.diff(chosen)) <= N / (SCORED_TOKENS - 1) + 1
     assert report.canary.moved == pytest.approx(float(np.sqrt(np.mean((new - old)[chosen] ** 2))))
@@ -188,7 +222,6 @@ def test_prompt_log_probs_are_never_asked_of_a_server_that_samples(
         return answer
 
     scripted_server.logprob, scripted_server.edit, scripted_server.delay_s = processed, edit, 0.02
-    scripted_server.others_running = 1  # so that the first look does not find it idle
 
     async def steps(delivery: AdapterDelivery) -> Any:
         engine: Any = delivery.engine
@@ -232,18 +265,22 @@ def test_requests_of_anybody_are_counted(metrics: str, expected: int | None) -> 
     assert count_requests(metrics) == expected
 
 
-def test_a_server_that_says_nothing_about_its_load_is_taken_for_busy(
-    scripted_server: ScriptedServer, tmp_path: Path
+def test_a_server_that_must_be_idle_and_never_is(
+    scripted_server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Processed log-probs, and another client whose turns never end: an error that names the remedy, no request."""
     old, new = logprobs(0), logprobs(1, logprobs(0), 0.4)
-    serve(scripted_server, lambda model: logprobs(2, new, ROUNDING))
-    scripted_server.fail, scripted_server.fail_paths = "500", ("/metrics",)
+    monkeypatch.setattr(vllm_engine, "IDLE_WAIT_S", 0.3)
+    scripted_server.others_running = 1
 
     async def steps(delivery: AdapterDelivery) -> None:
+        for server in delivery.engine.pool.alive:  # type: ignore[attr-defined]
+            server.processed_logprobs = True
         await delivery.deliver("a", 1, folder(tmp_path, "v1"), canary(new, old))
 
-    deliver(scripted_server, steps)
-    assert all("allowed_token_ids" in body for body in scripted_server.calls("/v1/completions"))
+    with pytest.raises(ServerError, match=r"others used it for 0\.3 s; start it with --logprobs-mode raw_logprobs"):
+        deliver(scripted_server, steps)
+    assert not scripted_server.calls("/v1/completions")
 
 
 def test_a_server_that_ignores_the_forced_token_is_no_proof(scripted_server: ScriptedServer, tmp_path: Path) -> None:
@@ -258,7 +295,7 @@ def test_a_server_that_ignores_the_forced_token_is_no_proof(scripted_server: Scr
     async def steps(delivery: AdapterDelivery) -> None:
         await delivery.deliver("a", 1, folder(tmp_path, "v1"), canary(new, old))
 
-    with pytest.raises(ServerError, match=r"cannot score a sequence .*allowed_token_ids"):
+    with pytest.raises(ServerError, match=r"cannot score a sequence .*logit_bias"):
         deliver(scripted_server, steps)
 
 
@@ -276,6 +313,23 @@ def test_stale_weights_stop_the_run_with_both_numbers(scripted_server: ScriptedS
     with pytest.raises(DeliveryError, match=r"does not run lookup@v1: .* by 0\.\d{4} and .* by 0\.0\d{3} nats rms"):
         deliver(scripted_server, steps)
     assert scripted_server.adapters == {}, "the version that failed its check is still served"
+
+
+def test_a_doubtful_verdict_is_taken_again_from_many_tokens(scripted_server: ScriptedServer, tmp_path: Path) -> None:
+    """The few tokens that are scored first look like the old weights, the others like the new: no run stops."""
+    old, new = logprobs(0), logprobs(1, logprobs(0), 0.4)
+    few = spread_indices(N)
+    mixed = new.copy()
+    mixed[few] = old[few]
+    serve(scripted_server, lambda model: logprobs(2, mixed, 0.01))
+
+    async def steps(delivery: AdapterDelivery) -> Any:
+        return await delivery.deliver("lookup", 1, folder(tmp_path, "v1"), canary(new, old))
+
+    report = deliver(scripted_server, steps)
+    assert not report.canary.wrong and report.canary.error_new < report.canary.error_old
+    asked = [len(body["prompt"]) for body in scripted_server.calls("/v1/completions")]
+    assert len(asked) == SCORED_TOKENS + SURE_TOKENS
 
 
 def test_one_stale_server_among_many_is_named(scripted_server: ScriptedServer, tmp_path: Path) -> None:

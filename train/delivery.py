@@ -25,10 +25,13 @@ import numpy as np
 from pipeline.files import InputError, ServerError
 from train.engine import Engine
 from train.vllm_engine import VllmEngine
+from train.vllm_pool import Server
 
 KEEP_VERSIONS = 2  # the newest and the one before: a straggling episode of the old policy can still end its turn
 RESOLVED_Z = 10.0  # standard errors between "new" and "old"; the verdict at half way is then five of them off
 SCORED_TOKENS = 24  # of the canary; so few that rounding alone is never taken for a move
+LEAST_TOKENS = 6.0  # effective number of tokens that moved
+SURE_TOKENS = 96  # scored before a run is stopped
 MAX_ERROR = 0.5  # nats rms; no rounding does this, it is another model or another adapter
 
 
@@ -88,19 +91,31 @@ class DeliveryReport:
 def compare_canary(server: Sequence[float], new: Sequence[float], old: Sequence[float]) -> CanaryResult:
     """Which of two trainer log-prob vectors the server's is nearer to, and whether that can be told at all.
 
-    With d = n - o, the server's position between the two is alpha = <s - o, d> / <d, d> (0 = old, 1 = new), with
-    standard error sigma / |d|, sigma = rms of the residual off that line. Resolved when |d| / sigma >= ``RESOLVED_Z``.
+    With d = n - o, the server's position between the two is alpha = <s - o, d> / <d, d> (0 = old, 1 = new). Resolved
+    when its standard error is at most ``1 / RESOLVED_Z`` by both estimates and d is more than a few tokens:
+
+        se = rms(r) / |d|,  r = s - o - alpha d                           rounding is alike on all tokens
+        se = |d r / (1 - h)| / <d, d>,  h = d^2 / <d, d>                  it differs (jackknife, HC3)
+        1 / sum h_i^2 >= ``LEAST_TOKENS``
+
+    A sure policy is exact on most tokens; the rounding of the few that it is not sure of would else be all of d, with
+    next to nothing off the line to tell it by.
     """
     s, n, o = (np.asarray(x, dtype=np.float64) for x in (server, new, old))
     d = n - o
-    length = float(np.linalg.norm(d))
+    square = float(d @ d)
     error_new = float(np.sqrt(np.mean((s - n) ** 2)))
     error_old = float(np.sqrt(np.mean((s - o) ** 2)))
-    if length == 0.0:
+    if square == 0.0:
         return CanaryResult(error_new, error_old, 0.0, False)
-    alpha = float((s - o) @ d) / length**2
-    sigma = float(np.sqrt(np.mean((s - o - alpha * d) ** 2)))
-    return CanaryResult(error_new, error_old, length / math.sqrt(d.size), length >= RESOLVED_Z * sigma)
+    residual = s - o - float((s - o) @ d) / square * d
+    share = d**2 / square
+    resolved = bool(1.0 / (share @ share) >= LEAST_TOKENS)  # then no share is near 1
+    if resolved:
+        alike = float(np.sqrt(np.mean(residual**2)) / np.sqrt(square))
+        differing = float(np.linalg.norm(d * residual / (1.0 - share)) / square)
+        resolved = max(alike, differing) <= 1.0 / RESOLVED_Z
+    return CanaryResult(error_new, error_old, math.sqrt(square / d.size), resolved)
 
 
 def spread_indices(length: int, count: int = SCORED_TOKENS) -> list[int]:
@@ -154,30 +169,40 @@ class AdapterDelivery:
         reference = self._references.get(capability, canary.old_logprobs)
         if len(reference) != len(canary.new_logprobs):  # the caller changed its sequence
             reference = canary.old_logprobs
-        chosen = spread_indices(len(reference))
-        new, old = ([vector[i] for i in chosen] for vector in (canary.new_logprobs, reference))
-        live = engine.pool.alive
-        scores = await asyncio.gather(
-            *(engine.score(server, canary.token_ids, [i + 1 for i in chosen], name) for server in live),
-            return_exceptions=True,
-        )
-        for server, score in zip(live, scores, strict=True):
-            # a server that died meanwhile loads the adapter when it returns; any other fault is one of this delivery
-            if isinstance(score, BaseException) and (server.alive or not engine.pool.alive):
-                raise score
-        judged = [(s, score) for s, score in zip(live, scores, strict=True) if not isinstance(score, BaseException)]
-        results = [compare_canary(score, new, old) for _, score in judged]
-        for (server, _), result in zip(judged, results, strict=True):
+        results = await self._compare(engine, name, canary, reference, engine.pool.alive, SCORED_TOKENS)
+        if doubtful := [server for server, result in results if result.wrong]:
+            # some tokens can be nearer to the old weights by chance; a run is stopped by many
+            again = dict(await self._compare(engine, name, canary, reference, doubtful, SURE_TOKENS))
+            results = [(server, again.get(server, result)) for server, result in results]
+        for server, result in results:
             if result.wrong:
                 raise DeliveryError(
                     f"{server.url} does not run {name}: its log-probs differ from the trainer's new weights by "
                     f"{result.error_new:.4f} and from the old ones by {result.error_old:.4f} nats rms; "
                     "check that the server reads the adapter folder of this run, then --resume"
                 )
-        worst = max(results, key=lambda r: (not r.resolved, r.error_new))
-        resolved = all(r.resolved for r in results)
+        worst = max((result for _, result in results), key=lambda r: (not r.resolved, r.error_new))
+        resolved = all(result.resolved for _, result in results)
         self._references[capability] = canary.new_logprobs if resolved else reference
         return worst
+
+    async def _compare(
+        self, engine: VllmEngine, name: str, canary: Canary, reference: Sequence[float], servers: Sequence[Server],
+        tokens: int,
+    ) -> list[tuple[Server, CanaryResult]]:  # fmt: skip
+        """Each of ``servers`` that lives, judged by at most ``tokens`` tokens."""
+        chosen = spread_indices(len(reference), tokens)
+        new, old = ([vector[i] for i in chosen] for vector in (canary.new_logprobs, reference))
+        scores = await asyncio.gather(
+            *(engine.score(server, canary.token_ids, [i + 1 for i in chosen], name) for server in servers),
+            return_exceptions=True,
+        )
+        for server, score in zip(servers, scores, strict=True):
+            # a server that died meanwhile loads the adapter when it returns; any other fault is one of this delivery
+            if isinstance(score, BaseException) and (server.alive or not engine.pool.alive):
+                raise score
+        judged = [(s, score) for s, score in zip(servers, scores, strict=True) if not isinstance(score, BaseException)]
+        return [(server, compare_canary(score, new, old)) for server, score in judged]
 
     async def close(self) -> None:
         """Unload every version that is still loaded (a server that died meanwhile is no fault)."""

@@ -60,7 +60,8 @@ def attach_adapter(model: Any, name: str, config: LoraConfig, seed: int) -> Peft
     plain, experts = _split_targets(model, targets)
     config = copy.deepcopy(config)  # peft rewrites the targets of some model types in place
     config.target_modules = set(plain)
-    with torch.random.fork_rng():
+    gpus = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(gpus)):
         torch.manual_seed(seed)
         try:
             if isinstance(model, PeftModel):

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from train.kernels import fused_on_gpu
 
 FLEX_BLOCK = 128
-USE_RECTANGLES = False  # cuDNN for large rectangles; switched on by hardware on which its gradient check has passed
+USE_RECTANGLES = True  # cuDNN for large rectangles: 5 % of an update on H200 (benchmarks/results/bench_grpo_step.json)
 RECTANGLE_PAIRS = 2**21  # smaller rectangles stay with FlexAttention: a launch and a merge must pay
 CPU_TILE = 96  # rows; measured flat between 64 and 128
 KEPT_WEIGHTS = 2**23  # of the softmax, per layer: 16 MiB in bf16

@@ -12,6 +12,7 @@ import asyncio
 import collections
 import contextlib
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ MAX_TRIES = 5  # per turn, beside re-dispatch from servers that died
 MAX_TIMEOUTS = 2  # a request that ran into its deadline twice is not tried a third time
 LORA_REMEDY = "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 PROBE_TEMPERATURE = 2.0  # the highest that servers take
+IDLE_WAIT_S = 60.0  # for the turns of others, where a check must run alone
 SAME_LOGPROB = 0.05  # two runs of one prompt in bf16 differ by less
 
 
@@ -374,19 +376,21 @@ class VllmEngine:
     ) -> list[float]:
         """Log-probs (temperature 1) of ``token_ids[i]`` for i in ``positions`` on one server, with a cache of its own.
 
-        On an idle server one request for the log-probs of the whole prompt. Beside turns of others that request would
-        kill a LoRA server: in vLLM 0.22-0.32 the LoRA kernel of the logits takes the sampled rows of the whole batch
-        for rows of the prompt, and reads and writes outside of the prompt's logits where the batch has more of them. So
-        there every position is a request of its own that may sample this token only.
+        Every position is a request of its own that may sample this token only. One request for the log-probs of the
+        whole prompt would say the same, but beside turns, of whomever, it kills a LoRA server: in vLLM 0.22-0.32 the
+        LoRA kernel of the logits takes the sampled rows of the whole batch for rows of the prompt, and reads and writes
+        outside of the prompt's logits where the batch has more of them. No client knows the turns that others are
+        about to send, so only a server whose log-probs are processed (those of forced tokens are all 0) is asked for
+        them, while it is idle: such a server must have one client only.
 
         Raises:
-            ServerError: the server fails; InputError: it does not know the adapter.
+            ServerError: the server fails, or is never idle where it must be; InputError: it does not know the adapter.
         """
         model, salt = adapter or self.model, secrets.token_hex(8)
         self.pool.note(server, "check", adapter=adapter)
         try:
-            everything = await self._score_alone(server, scoring_request(model, token_ids, salt), token_ids)
-            if everything is not None:
+            if server.processed_logprobs:
+                everything = await self._score_alone(server, scoring_request(model, token_ids, salt), token_ids)
                 return [everything[i - 1] for i in positions]
             longest = max(positions)  # first, so that the others find their prompts computed
             found = {longest: await self._force(server, model, token_ids, longest, salt)}
@@ -411,22 +415,21 @@ class VllmEngine:
         body = forced_request(model, prompt, token, salt)
         return read_forced(await self.pool.request_retrying(server, "POST", "/v1/completions", body), prompt, token)
 
-    async def _score_alone(
-        self, server: Server, body: dict[str, Any], token_ids: Sequence[int]
-    ) -> list[float] | None:
-        """Prompt log-probs while nothing else runs on this server, new turns wait meanwhile; None when it is busy.
-
-        Processed log-probs of forced tokens are all 0: such a server is scored in no other way, so turns in flight are
-        waited for.
-        """
+    async def _score_alone(self, server: Server, body: dict[str, Any], token_ids: Sequence[int]) -> list[float]:
+        """Prompt log-probs while nothing else runs on this server; new turns wait meanwhile."""
+        deadline = time.monotonic() + IDLE_WAIT_S
         async with server.quiet:
             server.open.clear()
             try:
-                if server.processed_logprobs:
-                    while server.in_flight:
-                        await asyncio.wait(set(server.in_flight))
-                elif server.in_flight or await self._running_requests(server) != 0:
-                    return None
+                while server.in_flight:
+                    await asyncio.wait(set(server.in_flight))
+                while await self._running_requests(server):
+                    if time.monotonic() > deadline:
+                        raise ServerError(
+                            f"{server.url}: its log-probs are processed, so adapters are checked when nothing else "
+                            f"runs; others used it for {IDLE_WAIT_S:g} s; start it with --logprobs-mode raw_logprobs"
+                        )
+                    await asyncio.sleep(0.05)
                 payload = await self.pool.request_retrying(server, "POST", "/v1/completions", body)
             finally:
                 server.open.set()

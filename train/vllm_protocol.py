@@ -13,6 +13,7 @@ from train.engine import Sample, SamplingParams
 
 MIN_LOGPROB = -1e5  # vLLM writes -9999 for what is masked; anything far below is no log-probability
 MAX_POSITIVE_LOGPROB = 1e-3  # rounding of a log-softmax; anything above is no log-probability
+FORCE = 100.0  # added to a logit, the most that servers take
 KNOWS_IDS = "the server must know return_token_ids (vLLM >= 0.22)"
 
 
@@ -88,12 +89,14 @@ def completion_request(
 
 
 def forced_request(model: str, prompt_ids: Sequence[int], token: int, salt: str) -> dict[str, Any]:
-    """The body that asks for the log-prob of ``token`` after ``prompt_ids``: it is the only one that may be sampled.
+    """The body that asks for the log-prob of ``token`` after ``prompt_ids``: its logit is raised until it is sampled.
 
-    Servers report the log-prob that it has among all tokens (raw log-probs are taken before the restriction).
+    Servers report the log-prob that it has without that (raw log-probs are taken before). ``allowed_token_ids`` would
+    say it more plainly, but in vLLM 0.22 with its second model runner (Qwen3) a kernel masks the allowed token too now
+    and then: it writes -inf everywhere and the token's logit back without a barrier between.
     """
     body = completion_request(model, prompt_ids, SamplingParams(1, 0.0), (), salt)
-    return body | {"allowed_token_ids": [token]}
+    return body | {"logit_bias": {str(token): FORCE}}
 
 
 def read_forced(payload: Any, prompt_ids: Sequence[int], token: int) -> float:
@@ -104,7 +107,7 @@ def read_forced(payload: Any, prompt_ids: Sequence[int], token: int) -> float:
     """
     sample = read_sample(payload, prompt_ids, SamplingParams(1, 0.0), (token,))
     if sample.token_ids != (token,):
-        raise NonsenseAnswer(f"allowed_token_ids [{token}]: the server sampled {list(sample.token_ids)}; {KNOWS_IDS}")
+        raise NonsenseAnswer(f"logit_bias on {token}: the server sampled {list(sample.token_ids)}; {KNOWS_IDS}")
     return sample.logprobs[0]
 
 

@@ -8,6 +8,7 @@ training runs once; what it was after fewer iterations is taken from its checkpo
 from __future__ import annotations
 
 import random
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -114,14 +115,18 @@ def rejected_names(names: Sequence[str]) -> list[str]:
 
 
 def validation_stages(run: Path) -> Iterator[Stage]:
-    """Stage 2, part one: every environment against the panel. Needs no model."""
+    """Stage 2, part one: every environment against the panel. Needs no model.
+
+    The other candidates have no file of their own that a sandbox could be given; all are the project's own code.
+    """
+    open_ground = shutil.which("bwrap") is None
     for name in ALL_CANDIDATES:
         output = run / "environments" / f"{name}.validation.json"
         yield Stage(
             f"05_validate_{name}",
             python("pipeline/validate_environment.py", f"capability_{name}", "--target-tools", TARGET,
                    "--json-output", output,
-                   *(("--isolation", "process") if name in other_candidates.NAMES else ())),  # no file of its own
+                   *(("--isolation", "process") if open_ground or name in other_candidates.NAMES else ())),
             also_done=VERDICT, proof=output, makes=(output,),
         )  # fmt: skip
 
