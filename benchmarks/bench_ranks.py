@@ -3,9 +3,11 @@
     python benchmarks/bench_ranks.py --preset cpu --out runs/bench/ranks.json            # gloo, a tiny model
     python benchmarks/bench_ranks.py --preset h200 --out benchmarks/results/bench_ranks.json   # NCCL, Qwen3-4B shape
 
-Keys: ``relative_gradient_error`` (two ranks against one, same batch), ``scaling`` (one rank's step time over that of
-all), ``sharded_gradient_error`` and ``sharded_held_ratio`` (memory that a rank holds with a sharded base over that with
-a whole one; on a CPU the bytes of the base).
+Keys: ``relative_gradient_error`` (two ranks against one, same batch), ``relative_difference_alone`` (the ranks' own
+results from their mean: kernels that each rank chose by timing differ in rounding; ``TORCHINDUCTOR_DETERMINISTIC=1``
+lets all choose alike), ``scaling`` (one rank's step time over that of all), ``sharded_gradient_error`` and
+``sharded_held_ratio`` (memory that a rank holds with a sharded base over that with a whole one; on a CPU the bytes of
+the base).
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ def whole_keys(per_rank: list[dict[str, Any]]) -> dict[str, Any]:
     all_ranks = max(r["together"]["step_s"] for r in per_rank)
     return {
         "relative_gradient_error": max(r["relative_gradient_error"] for r in per_rank),
+        "relative_difference_alone": max(r["relative_difference_alone"] for r in per_rank),
         "loss_one": per_rank[0]["alone"]["loss"],
         "loss_all": per_rank[0]["together"]["loss"],
         "step_s_one": round(one, 4),

@@ -97,6 +97,8 @@ def run(preset: Any, ranks: Ranks, device: str, groups: int, repeats: int, shard
     alone = new_learner(model, Ranks(), sharded=False)
     result["alone"] = measure(alone, items, config, device, repeats)
     one = gradient(alone)
+    mean = ranks.sum(one.clone()) / ranks.world  # the same computation on every device: what its kernels differ by
+    result["relative_difference_alone"] = float((one - mean).norm() / mean.norm())
     together = new_learner(model, ranks, sharded=False)
     result["together"] = measure(together, items, config, device, repeats)
     two = gradient(together)

@@ -73,8 +73,7 @@ class Session:
     def launch(self, task: Task, log_name: str) -> subprocess.Popen[bytes]:
         """Start a task in a process group of its own; messages go to ``WORK/logs``."""
         values = {"python": sys.executable, **{f"url:{name}": url for name, url in self.urls.items()}}
-        # by default every process takes all cores for each small operation; side by side they wait for one another
-        env = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "4", **os.environ}
+        env = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}
         if task.name in self.plan.services:
             port = free_port()
             values["port"], self.urls[task.name] = str(port), f"http://127.0.0.1:{port}"

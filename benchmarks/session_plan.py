@@ -186,7 +186,7 @@ def steps(size: str, work: str, model: str, gate_set: tuple[str, ...]) -> list[T
     capabilities = (python, here + "bench_capabilities.py", "--preset", preset, "--iterations", iterations, "--warmup",
                     "1" if tiny else "2", "--base-url", "{url:server_small}", "--model", f"{work}/small")  # fmt: skip
     return [
-        step("bench_grpo_step", 140, *grpo, "--variants", f"{second},trl"),
+        step("bench_grpo_step", 190, *grpo, "--variants", f"{second},trl"),
         step("delivery_8b", 25, *rollouts, *delivery.split(), "--base-url", "{url:server_large}", "--model",
              f"{work}/large", services=("server_large",)),
         step("bench_rollouts", 75, *rollouts, *(talk if tiny else "--rounds 1 --episodes 512").split(),
@@ -194,7 +194,7 @@ def steps(size: str, work: str, model: str, gate_set: tuple[str, ...]) -> list[T
         fire("lora", 50),
         fire("routed", 30),
         step("bench_capabilities", 115, *capabilities, services=("server_small",)),
-        step("gate_hf", 70, python, here + "bench_gate.py", "--parts", "hf", *gate_set, models=("base", "gate")),
+        step("gate_hf", 130, python, here + "bench_gate.py", "--parts", "hf", *gate_set, models=("base", "gate")),
         step("gate_sft", 40, python, here + "bench_gate.py", "--parts", "sft", "--model", model, "--size", kind,
              "--work", f"{work}/gate_sft", "--rank", "8" if tiny else "32",
              "--sft-prompts", "40" if tiny else "400", idle=True),

@@ -112,13 +112,13 @@ def test_no_server_runs_out_of_cache() -> None:
 
 
 def test_two_commands_of_ten_minutes_hold_everything() -> None:
-    """What ``gpu_jobs.md`` promises for 12 minutes of one H200."""
+    """What ``gpu_jobs.md`` promises for 15 minutes of one H200."""
     plan = session_plan("gpu", "/tmp/w", "m")
     asked = {part: session.select(plan, [part], [], ()) for part in ("torch", "serve")}
     torch_s = total_seconds(plan, [s for s in asked["torch"] if not s.optional], (), ())
     serve = [s for s in asked["serve"] if not s.optional]
     serve_s = total_seconds(plan, serve, ("base", "gate"), ())
-    assert torch_s + serve_s + 4 * session.RESERVE_S < 720
+    assert torch_s + serve_s + 4 * session.RESERVE_S < 900
     assert choose(plan, serve, 560 - session.RESERVE_S)[1] == {}, "on a new machine too"
     assert [s.name for s in asked["torch"]] == ["bench_grpo_step", "gate_hf"]
 

@@ -115,7 +115,7 @@ async def test_adapters_come_and_go_while_others_sample(vllm_server: str, smollm
     codec = ChatCodec.from_model(str(smollm2))
     reference = await asyncio.to_thread(Reference, smollm2, tmp_path)
     text = "You are a clerk. Order 481 is pending, order 7 is shipped, ticket 92 is closed. Which may be changed?"
-    canary = codec.prompt_ids([{"role": "user", "content": text}])[-24:]
+    canary = codec.prompt_ids([{"role": "user", "content": text}])
     before = served(vllm_server)
     engine = VllmEngine(vllm_server, str(smollm2), codec.stop_token_ids)
     delivery = AdapterDelivery(engine)

@@ -37,14 +37,17 @@ def test_ranks_results_are_put_together(tmp_path: Path) -> None:
     """The slowest rank counts; the sharded gradient is compared with the whole one's."""
     step = {"step_s": 2.0, "loss": 0.5, "held_gib": 10.0, "peak_gib": 12.0}
     whole = [
-        {"alone": step, "together": step | {"step_s": 1.0}, "relative_gradient_error": 1e-6},
-        {"alone": step | {"step_s": 1.8}, "together": step | {"step_s": 1.1}, "relative_gradient_error": 3e-6},
+        {"alone": step, "together": step | {"step_s": 1.0}, "relative_gradient_error": 1e-6,
+         "relative_difference_alone": 0.0},
+        {"alone": step | {"step_s": 1.8}, "together": step | {"step_s": 1.1}, "relative_gradient_error": 3e-6,
+         "relative_difference_alone": 2e-3},
     ]
     held = {"base_bytes": 100, "base_bytes_held": 60, "sharded": step | {"held_gib": 6.0, "loss": 0.4}}
     torch.save(torch.tensor([3.0, 4.0]), tmp_path / "whole.pt")
     torch.save(torch.tensor([3.0, 4.5]), tmp_path / "sharded.pt")
     found = summary({"whole": whole, "sharded": [held, held]}, tmp_path)
     assert found["scaling"] == pytest.approx(2.0 / 1.1, abs=1e-3) and found["relative_gradient_error"] == 3e-6
+    assert found["relative_difference_alone"] == 2e-3
     assert found["sharded_gradient_error"] == pytest.approx(0.1) and found["loss_sharded"] == 0.4
     assert found["sharded_held_ratio"] == found["base_share_held"] == 0.6
     on_cpu = held | {"sharded": step | {"held_gib": None}}

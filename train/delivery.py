@@ -29,7 +29,7 @@ from train.vllm_pool import Server
 
 KEEP_VERSIONS = 2  # the newest and the one before: a straggling episode of the old policy can still end its turn
 RESOLVED_Z = 10.0  # standard errors between "new" and "old"; the verdict at half way is then five of them off
-SCORED_TOKENS = 24  # of the canary; so few that rounding alone is never taken for a move
+SCORED_TOKENS = 32  # of the canary; few, so that rounding alone is hardly ever taken for a move
 LEAST_TOKENS = 6.0  # effective number of tokens that moved
 SURE_TOKENS = 96  # scored before a run is stopped
 MAX_ERROR = 0.5  # nats rms; no rounding does this, it is another model or another adapter
@@ -65,17 +65,19 @@ class Canary:
 
 @dataclasses.dataclass(frozen=True)
 class CanaryResult:
-    """Errors in nats (root mean square per token). ``resolved``: the two weights are far enough apart to decide."""
+    """Errors in nats (root mean square per token). ``alpha``: 0 = the old weights, 1 = the new ones. ``resolved``: they
+    are far enough apart to decide."""
 
     error_new: float
     error_old: float
     moved: float
     resolved: bool
+    alpha: float = math.nan
 
     @property
     def wrong(self) -> bool:
         """The server runs the old weights, or something else altogether."""
-        return self.error_new > MAX_ERROR or (self.resolved and self.error_new >= self.error_old)
+        return self.error_new > MAX_ERROR or (self.resolved and self.alpha <= 0.5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,31 +93,32 @@ class DeliveryReport:
 def compare_canary(server: Sequence[float], new: Sequence[float], old: Sequence[float]) -> CanaryResult:
     """Which of two trainer log-prob vectors the server's is nearer to, and whether that can be told at all.
 
-    With d = n - o, the server's position between the two is alpha = <s - o, d> / <d, d> (0 = old, 1 = new). Resolved
-    when its standard error is at most ``1 / RESOLVED_Z`` by both estimates and d is more than a few tokens:
+    With d = n - o, the server's position between the two is alpha = <w(s - o), wd> / <wd, wd> (0 = old, 1 = new). The
+    weights w = min(1, median |d| / |d|) keep the tokens that moved most from being all of it: a sure policy is exact on
+    most tokens, and the rounding of the few that it is not sure of would be a move with next to nothing off the line to
+    tell it by. Resolved when at least ``LEAST_TOKENS`` tokens count and the standard error of alpha is at most
+    ``1 / RESOLVED_Z`` by both estimates, with r = w(s - o) - alpha wd and h = (wd)^2 / <wd, wd>:
 
-        se = rms(r) / |d|,  r = s - o - alpha d                           rounding is alike on all tokens
-        se = |d r / (1 - h)| / <d, d>,  h = d^2 / <d, d>                  it differs (jackknife, HC3)
-        1 / sum h_i^2 >= ``LEAST_TOKENS``
-
-    A sure policy is exact on most tokens; the rounding of the few that it is not sure of would else be all of d, with
-    next to nothing off the line to tell it by.
+        rms(r) / |wd|                        rounding is alike on all tokens
+        |wd r / (1 - h)| / <wd, wd>          it differs between them (jackknife: HC3, MacKinnon and White 1985)
     """
     s, n, o = (np.asarray(x, dtype=np.float64) for x in (server, new, old))
-    d = n - o
-    square = float(d @ d)
     error_new = float(np.sqrt(np.mean((s - n) ** 2)))
     error_old = float(np.sqrt(np.mean((s - o) ** 2)))
-    if square == 0.0:
-        return CanaryResult(error_new, error_old, 0.0, False)
-    residual = s - o - float((s - o) @ d) / square * d
-    share = d**2 / square
-    resolved = bool(1.0 / (share @ share) >= LEAST_TOKENS)  # then no share is near 1
-    if resolved:
-        alike = float(np.sqrt(np.mean(residual**2)) / np.sqrt(square))
-        differing = float(np.linalg.norm(d * residual / (1.0 - share)) / square)
-        resolved = max(alike, differing) <= 1.0 / RESOLVED_Z
-    return CanaryResult(error_new, error_old, math.sqrt(square / d.size), resolved)
+    moved, size = n - o, np.abs(n - o)
+    weight = np.minimum(1.0, np.median(size) / np.maximum(size, np.finfo(float).tiny))
+    d, at = weight * moved, weight * (s - o)
+    square = float(d @ d)
+    alpha, resolved = math.nan, False
+    if square > 0.0:
+        share = d**2 / square
+        alpha = float(at @ d) / square
+        if 1.0 / (share @ share) >= LEAST_TOKENS:  # then no share is near 1
+            residual = at - alpha * d
+            alike = float(np.sqrt(np.mean(residual**2) / square))
+            differing = float(np.linalg.norm(d * residual / (1.0 - share)) / square)
+            resolved = max(alike, differing) <= 1.0 / RESOLVED_Z
+    return CanaryResult(error_new, error_old, float(np.sqrt(np.mean(moved**2))), resolved, alpha)
 
 
 def spread_indices(length: int, count: int = SCORED_TOKENS) -> list[int]:

@@ -17,6 +17,8 @@ export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVL
 SERVER_FLAGS="--attention-backend FLASH_ATTN --dtype bfloat16 --gpu-memory-utilization 0.3 --enable-prefix-caching"
 SERVER_FLAGS+=" --enable-lora --max-loras 8 --max-lora-rank 32"
 [ "$SIZE" = tiny ] && export OMP_WAIT_POLICY=passive KMP_BLOCKTIME=0 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# by default each process takes all cores for every small operation: side by side they wait for one another, ten times slower
+[ "$SIZE" = gpu ] && export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
 failed=0
 
 # step NAME SECONDS COMMAND...: a step that fails or hangs leaves the others their turn; its messages go to OUT/NAME.log.

@@ -4,5 +4,6 @@
 . "$(dirname "$0")/common.sh"
 preset=h200
 [ "$SIZE" = tiny ] && preset=cpu
+export TORCHINDUCTOR_DETERMINISTIC=1   # kernels that each rank chooses by timing would differ in rounding
 step ranks 330 "$PYTHON" benchmarks/bench_ranks.py --preset $preset --limit-s 150 --out "$OUT/bench_ranks.json"
 exit $failed
