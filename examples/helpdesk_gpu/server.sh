@@ -2,7 +2,7 @@
 # The vLLM server of the evidence run, with run-time LoRA; it outlives the shell. Prints what run.sh needs to know:
 #
 #   eval "$(bash examples/helpdesk_gpu/server.sh)" && bash examples/helpdesk_gpu/run.sh
-#   bash examples/helpdesk_gpu/server.sh stop
+#   bash examples/helpdesk_gpu/server.sh stop      # or status: exit 0 when it answers
 #
 # A server that answers is left alone. SIZE=tiny or cpu: flags for a CPU. The merge of four adapters of rank 16 has rank 64. A slot
 # for every adapter that may be in use at once (ten trained, thirteen scored): one without a slot waits for all others.
@@ -18,9 +18,15 @@ URL=http://127.0.0.1:$PORT
 # the server may not see the project: its plugin is for exported routed models
 healthy() { "$PYTHON" -c "import sys, urllib.request as r; r.urlopen('$URL/health', timeout=2)" 2>/dev/null; }
 
+if [ "${1:-}" = status ]; then
+  healthy
+  exit
+fi
 if [ "${1:-}" = stop ]; then
-  [ -f "$STATE.pid" ] && kill -TERM -- "-$(cat "$STATE.pid")" 2>/dev/null && sleep 3
-  [ -f "$STATE.pid" ] && kill -KILL -- "-$(cat "$STATE.pid")" 2>/dev/null
+  if [ -f "$STATE.pid" ] && kill -TERM -- "-$(cat "$STATE.pid")" 2>/dev/null; then
+    sleep 3
+    kill -KILL -- "-$(cat "$STATE.pid")" 2>/dev/null || true
+  fi
   rm -f "$STATE.pid"
   exit 0
 fi

@@ -51,18 +51,22 @@ def text_files(run: Path, todo: Iterable[str]) -> list[Path]:
 
 
 def needed_files(run: Path, stages: Sequence[Stage], todo: set[str], size: Size) -> list[Path]:
-    """Weights and rollout logs that stages still to do read, in order of the stages that need them."""
+    """Weights and rollout logs that stages still to do read: what their commands name, then the rest of what they need
+    (a gate's file names its adapters), each in order of the stages; of adapters those of the largest budget first."""
     by_name = {stage.name: stage for stage in stages}
-    found: dict[Path, None] = {}
+    named: dict[Path, None] = {}
+    others: dict[Path, None] = {}
     for stage in (s for s in stages if s.name in todo):
+        words = re.split(r"[,=]|\0", "\0".join(stage.command))
         for need in (by_name[n] for n in stage.needs if n not in todo):
-            for path in need.makes:
+            for path in reversed(need.makes):
                 if path.is_relative_to(run / "training") or path == run / "routed":
                     continue  # checkpoints; an export is made again
+                found = named if {str(path), str(path.parent)} & set(words) else others
                 found |= dict.fromkeys(_files(path))
         if stage.name.startswith(("09_config_", "09_gate_")):
-            found |= dict.fromkeys(_logs(run, size))
-    return list(found)
+            named |= dict.fromkeys(_logs(run, size))
+    return list(named | others)
 
 
 def _files(path: Path) -> Iterator[Path]:
