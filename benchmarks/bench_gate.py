@@ -46,7 +46,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.gate_sizes import SIZES, Size
+from benchmarks.gate_sizes import CHECK_FILE, SIZES, Size, check_prompts
 from benchmarks.serving import end
 from pipeline.files import InputError, run_cli, write_json
 
@@ -98,7 +98,7 @@ def _make_models(args: argparse.Namespace, work: Path) -> None:
     for folder in adapters.values():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
-                parameter.data.normal_(0, 0.01)
+                parameter.data.normal_(0, 0.03)  # so that the wrong route would be seen beside bf16 rounding
         model.save_pretrained(folder)
     routed = build_capability_model(model.unload(), adapters)
     for parameter in gater_parameters(routed):  # random gates: every slot is used
@@ -183,6 +183,8 @@ def measure_hf(
             "peft_loop_over_routed_hf_added_time": added(prefill, "peft_loop"),
         }
         save(found)
+        check = {name: prompt_logprobs(models[name], check_prompts(vocabulary), device) for name in ("base", "routed")}
+        write_json(work / CHECK_FILE, check)
         decode = interleaved(
             {n: decoder(m, ids, size.decode_steps) for n, m in models.items()}, size.repetitions, device
         )
@@ -198,6 +200,16 @@ def measure_hf(
         "memory_overhead_over_adapters": (memory["routed"] - memory["base"])
         / (args.adapters * (memory["one_lora"] - memory["base"])),
     }
+
+
+def prompt_logprobs(model: Any, prompts: list[list[int]], device: str) -> list[list[float]]:
+    """Of every token after the first of each prompt."""
+    import torch
+
+    ids = torch.tensor(prompts, device=device)
+    rows = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[:, :-1].float(), dim=-1)
+    found: list[list[float]] = rows.gather(2, ids[:, 1:, None])[..., 0].tolist()
+    return found
 
 
 def added(seconds: dict[str, float], other: str) -> float | None:
@@ -249,7 +261,7 @@ def measure_vllm(args: argparse.Namespace, work: Path, base_folder: Path, kind: 
             process.wait()
         finally:
             end(process)  # told to stop, it must not keep the GPU
-    if process.returncode or not result.exists():
+    if not result.exists():  # written when all is measured; some versions of vLLM abort afterwards, while they end
         tail = log.read_text(encoding="utf-8", errors="replace")[-800:]
         raise InputError(f"vLLM engine {kind} ended with {process.returncode}, see {log}: {tail}")
     rates = {**known.get("vllm_tokens_per_s", {}), kind: json.loads(result.read_text())["tokens_per_s"][kind]}

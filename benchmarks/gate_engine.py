@@ -6,6 +6,10 @@
 (``one_lora``), so that both need one start. With ``--go`` the engine starts, writes ``GO.ready`` and waits for the
 file ``GO``: several engines can start side by side and be measured one after the other. ``--fire`` gives the sign and
 waits for the result.
+
+``routed`` also compares log-probs with those that ``bench_gate.py --parts hf`` left beside the model:
+``routed_vllm_logprob_error`` (rms, vLLM's against transformers' routed model) and ``routing_logprob_effect`` (rms,
+transformers' routed model against its base), which the error must be small beside.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gate_sizes import SIZES, Size  # noqa: E402
+from benchmarks.gate_sizes import CHECK_FILE, SIZES, Size, check_prompts  # noqa: E402
 from pipeline.files import InputError, ServerError, read_json, run_cli, write_json  # noqa: E402
 
 KINDS = ("base", "one_lora", "routed", "lora")
@@ -78,8 +82,27 @@ def tokens_per_s(llm: Any, size: Size, lora: Any) -> float:
     return statistics.median(rates)
 
 
-def measure(args: argparse.Namespace, size: Size) -> dict[str, float]:
-    """Tokens per second of each kind of request that this engine answers."""
+def compared(llm: Any, expected: dict[str, list[list[float]]]) -> dict[str, float]:
+    """The keys of the comparison with transformers; nothing else may run in the engine."""
+    from vllm import SamplingParams
+
+    prompts: Any = [{"prompt_token_ids": p} for p in check_prompts(llm.get_tokenizer().vocab_size)]
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    errors, effects = [], []
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, output, base, routed in zip(prompts, outputs, expected["base"], expected["routed"], strict=True):
+        ids = prompt["prompt_token_ids"][1:]
+        found = [row[token].logprob for token, row in zip(ids, output.prompt_logprobs[1:], strict=True)]
+        errors += [(f - r) ** 2 for f, r in zip(found, routed, strict=True)]
+        effects += [(b - r) ** 2 for b, r in zip(base, routed, strict=True)]
+    return {
+        "routed_vllm_logprob_error": statistics.fmean(errors) ** 0.5,
+        "routing_logprob_effect": statistics.fmean(effects) ** 0.5,
+    }
+
+
+def measure(args: argparse.Namespace, size: Size) -> dict[str, Any]:
+    """``tokens_per_s`` of each kind of request that this engine answers, and the keys of the comparison."""
     if args.kind == "routed":
         ensure_plugin(args.out.resolve().parent / "plugin")
     from vllm.lora.request import LoRARequest
@@ -95,7 +118,10 @@ def measure(args: argparse.Namespace, size: Size) -> dict[str, float]:
     if args.kind != "one_lora":
         name = "base_on_lora_engine" if args.kind == "lora" else args.kind
         found[name] = tokens_per_s(llm, size, None)
-    return found
+    check = Path(args.model).parent / CHECK_FILE
+    if args.kind == "routed" and check.is_file():
+        return {"tokens_per_s": found, **compared(llm, read_json(check, "log-probs of transformers"))}
+    return {"tokens_per_s": found}
 
 
 def ready_file(go: Path) -> Path:
@@ -142,7 +168,7 @@ def main() -> int:
     else:
         if args.model is None or (args.kind in ("one_lora", "lora") and args.adapter is None):
             raise InputError("expected --model, and --adapter for the kinds one_lora and lora")
-        write_json(args.out, {"tokens_per_s": measure(args, SIZES[args.size])})
+        write_json(args.out, measure(args, SIZES[args.size]))
     print(args.out.read_text(encoding="utf-8"))
     return 0
 

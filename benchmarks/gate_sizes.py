@@ -18,6 +18,15 @@ class Size:
     output_tokens: int
 
 
+CHECK_FILE = "check_logprobs.json"  # beside the models: what transformers says about the check's prompts
+
+
+def check_prompts(vocabulary: int) -> list[list[int]]:
+    """Four prompts on which the routed model in vLLM is compared with the one in transformers."""
+    entries = min(40_000, vocabulary - 20)
+    return [[(13 * i + 29 * j * j) % entries + 10 for j in range(32)] for i in range(4)]
+
+
 SIZES = {
     "tiny": Size(2, 32, 3, 2, 4, 32, 8),
     "layer": Size(1, 1024, 3, 5, 4, 128, 32),

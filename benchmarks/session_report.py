@@ -45,6 +45,8 @@ def gate_vllm(steps: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("gate_vllm_lora", "gate_vllm_routed", "gate_vllm_base"):
         rates |= (steps.get(name, {}).get("result") or {}).get("tokens_per_s", {})
     found: dict[str, Any] = {"vllm_tokens_per_s": rates} if rates else {}
+    routed = steps.get("gate_vllm_routed", {}).get("result") or {}
+    found |= {key: routed[key] for key in ("routed_vllm_logprob_error", "routing_logprob_effect") if key in routed}
     if {"routed", "one_lora"} <= rates.keys():
         found["routed_over_one_lora_vllm"] = rates["routed"] / rates["one_lora"]
     base = rates.get("base", rates.get("base_on_lora_engine"))

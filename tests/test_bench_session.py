@@ -10,6 +10,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import bench_capabilities, bench_gate, bench_rollouts, gate_engine, session
 from benchmarks.bench_grpo_step import summary
-from benchmarks.gate_sizes import SIZES
+from benchmarks.gate_sizes import SIZES, check_prompts
 from benchmarks.session_plan import START_MORE_S, Plan, Task, choose, needed, session_plan, total_seconds
 from benchmarks.session_report import TARGETS, gate_vllm, publish, table
 
@@ -347,3 +348,33 @@ def test_parts_of_the_gate_benchmark() -> None:
     needs = gpu.requests * (gpu.prompt_tokens + gpu.output_tokens) * KV_BYTES_4B
     options = json.loads(session_plan("gpu", "w", "m").services["engine_routed"].command[-5])
     assert needs < options["kv_cache_memory_bytes"], "all requests run at the same time"
+
+
+class OneShot:
+    """An engine that gives every prompt token the log-prob in ``rows``."""
+
+    def __init__(self, rows: list[list[float]]) -> None:
+        self.rows = rows
+
+    def get_tokenizer(self) -> Any:
+        return SimpleNamespace(vocab_size=1000)
+
+    def generate(self, prompts: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
+        assert params.prompt_logprobs == 0 and params.max_tokens == 1
+        answers = []
+        for prompt, row in zip(prompts, self.rows, strict=True):
+            ids = prompt["prompt_token_ids"]
+            known = [{t: SimpleNamespace(logprob=x)} for t, x in zip(ids[1:], row, strict=True)]
+            answers.append(SimpleNamespace(prompt_logprobs=[None, *known]))
+        return answers
+
+
+def test_the_routed_engine_is_compared_with_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rms over all tokens: its error, and what routing changes, which the error must be small beside."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    n = len(check_prompts(1000)[0]) - 1
+    expected = {"base": [[-1.0] * n] * 4, "routed": [[-2.0] * n] * 4}
+    found = gate_engine.compared(OneShot([[-2.1] * n] * 4), expected)
+    assert found == {"routed_vllm_logprob_error": pytest.approx(0.1), "routing_logprob_effect": pytest.approx(1.0)}
+    report = gate_vllm({"gate_vllm_routed": {"result": {"tokens_per_s": {"routed": 5.0}, **found}}})
+    assert report["routed_vllm_logprob_error"] == found["routed_vllm_logprob_error"]
