@@ -191,8 +191,7 @@ class Servers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process, _ in self.running:
-            end(process)
+        self.stop(0)  # at once: `timeout` leaves us seconds, and a server that ends slowly would outlive us
 
     def start(self, index: int, port: int = 0) -> None:
         """Launch server ``index``; it is not ready yet."""

@@ -478,32 +478,3 @@ def test_what_the_next_stages_name_is_packed_first(tmp_path: Path) -> None:
     assert named <= early
     position = {str(p.parent.relative_to(run)): i for i, p in enumerate(files)}
     assert all(position[f"{last}/{name}"] < position[f"{least}/{name}"] for name in NAMES)
-
-
-STUB = """#!/usr/bin/env bash
-# stands for Python: a server that lives until the first run ends, which fails with it
-echo "$*" >>HERE/calls
-case "$*" in
-  -c*) [ -f HERE/alive ] ;;
-  *api_server*) touch HERE/alive; sleep 30 ;;
-  *run.py*) if [ -f HERE/failed ]; then exit 0; fi; touch HERE/failed; rm HERE/alive; exit 2 ;;
-esac
-"""
-
-
-def test_a_piece_goes_on_with_another_server_when_its_own_dies(tmp_path: Path) -> None:
-    stub = tmp_path / "python"
-    stub.write_text(STUB.replace("HERE", str(tmp_path)))
-    stub.chmod(0o755)
-    (tmp_path / "run/logs").mkdir(parents=True)
-    (tmp_path / "model").mkdir()
-    env = os.environ | {"PYTHON": str(stub), "RUN": str(tmp_path / "run"), "OUT": str(tmp_path / "out"), "SIZE": "tiny"}
-    env |= {"MODEL": str(tmp_path / "model"), "STATE": str(tmp_path / "server"), "WORK": str(tmp_path / "work")}
-    done = subprocess.run(
-        ["bash", "benchmarks/gpu/helpdesk.sh"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
-    )
-    subprocess.run(["bash", "examples/helpdesk_gpu/server.sh", "stop"], cwd=ROOT, env=env, check=True)
-    assert done.returncode == 0, done.stderr
-    assert "the server died after" in done.stdout and "ended with 0" in done.stdout
-    calls = (tmp_path / "calls").read_text()
-    assert calls.count("api_server") == 2 and calls.count("run.py") == 2 and calls.count("state.py pack") == 1

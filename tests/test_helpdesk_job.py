@@ -144,3 +144,36 @@ def test_a_kit_that_does_not_unpack_ends_the_script(machine: dict[str, str], tmp
     env = {k: v for k, v in machine.items() if k != "SIZE"} | {"KIT": str(tmp_path), "OUT": str(tmp_path / "out")}
     done = subprocess.run(["bash", str(script), "100"], env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 3 and "chunk missing" in done.stderr and not Path(machine["CALLS"]).exists()
+
+
+STUB = """#!/usr/bin/env bash
+# stands for Python: a server that lives until a run fails with it, as the first DEATHS of them do
+echo "$*" >>HERE/calls
+case "$*" in
+  -c*) [ -f HERE/alive ] ;;
+  *api_server*) touch HERE/alive; while [ -f HERE/alive ]; do sleep 0.1; done ;;
+  *run.py*) [ "$(grep -c run.py HERE/calls)" -gt "$DEATHS" ] && exit 0; rm HERE/alive; exit 2 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("deaths", "code", "servers"), [(1, 0, 2), (9, 2, 3)])
+def test_a_piece_goes_on_with_another_server_when_its_own_dies(
+    tmp_path: Path, deaths: int, code: int, servers: int
+) -> None:
+    """Three at most, and none is started that no run would use."""
+    stub = tmp_path / "python"
+    stub.write_text(STUB.replace("HERE", str(tmp_path)))
+    stub.chmod(0o755)
+    (tmp_path / "run/logs").mkdir(parents=True)
+    (tmp_path / "model").mkdir()
+    env = os.environ | {"PYTHON": str(stub), "RUN": str(tmp_path / "run"), "OUT": str(tmp_path / "out"), "SIZE": "tiny"}
+    env |= {"MODEL": str(tmp_path / "model"), "STATE": str(tmp_path / "server"), "WORK": str(tmp_path / "work")}
+    env |= {"DEATHS": str(deaths)}
+    done = subprocess.run(["bash", str(JOB)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    (tmp_path / "alive").unlink(missing_ok=True)
+    subprocess.run(["bash", "examples/helpdesk_gpu/server.sh", "stop"], cwd=ROOT, env=env, check=True)
+    assert done.returncode == code, done.stderr
+    assert "the server died after" in done.stdout and f"ended with {code}" in done.stdout
+    calls = (tmp_path / "calls").read_text()
+    assert calls.count("api_server") == calls.count("run.py --model") == servers and calls.count("state.py pack") == 1

@@ -44,76 +44,6 @@ def canary(new: np.ndarray, old: np.ndarray) -> Canary:
     return Canary(IDS, tuple(new.tolist()), tuple(old.tolist()))
 
 
-# ------------------------------------------------------------------ the comparison
-
-
-def test_right_weights_pass_and_stale_ones_are_found() -> None:
-    old = logprobs(0)
-    new = logprobs(1, old, 0.3)
-    fresh = compare_canary(logprobs(2, new, ROUNDING), new, old)
-    stale = compare_canary(logprobs(3, old, ROUNDING), new, old)
-    assert fresh.resolved and not fresh.wrong and fresh.error_new < 0.1 < fresh.error_old
-    assert stale.resolved and stale.wrong and stale.error_old < 0.1 < stale.error_new
-
-
-def test_a_step_smaller_than_the_rounding_decides_nothing() -> None:
-    """Half of such comparisons come out the wrong way round by chance; none may stop a healthy run."""
-    verdicts = []
-    for seed in range(200):
-        old = logprobs(seed)
-        new = logprobs(seed + 1000, old, 0.002)
-        verdicts.append(compare_canary(logprobs(seed + 2000, new, ROUNDING), new, old))
-    assert not any(v.wrong or v.resolved for v in verdicts)
-    assert 0.2 < sum(v.error_new > v.error_old for v in verdicts) / 200 < 0.8
-
-
-def test_no_false_alarm_where_the_comparison_is_decided() -> None:
-    verdicts = []
-    for seed in range(300):
-        old = logprobs(seed)
-        new = logprobs(seed + 1000, old, 0.1)
-        verdicts.append(compare_canary(logprobs(seed + 2000, new, ROUNDING), new, old))
-    assert sum(v.resolved for v in verdicts) > 200 and not any(v.wrong for v in verdicts)
-
-
-@pytest.mark.parametrize("unsure", [1, 2, 4, 8, SCORED_TOKENS])
-def test_rounding_of_the_few_unsure_tokens_decides_nothing(unsure: int) -> None:
-    """A sure policy: all tokens but a few are exact, and those differ by rounding only, some more than others."""
-    rng = np.random.default_rng(unsure)
-    verdicts = []
-    for _ in range(500):
-        scale = np.full(SCORED_TOKENS, 0.001)
-        scale[:unsure] = 0.1 * np.exp(0.5 * rng.normal(size=unsure))
-        server, new, old = (-0.5 + scale * rng.normal(size=SCORED_TOKENS) for _ in range(3))
-        verdicts.append(compare_canary(server, new, old))
-    assert sum(v.resolved for v in verdicts) <= 2 and sum(v.wrong for v in verdicts) <= 1
-
-
-def test_a_move_of_many_tokens_is_told_although_their_rounding_differs() -> None:
-    rng, found = np.random.default_rng(0), []
-    for _ in range(200):
-        scale = 0.04 * np.exp(0.5 * rng.normal(size=SCORED_TOKENS))
-        old = rng.normal(size=SCORED_TOKENS) * 0.5 - 3
-        new = old + 0.4 * rng.normal(size=SCORED_TOKENS)
-        verdict = compare_canary(old + scale * rng.normal(size=SCORED_TOKENS), new, old)
-        assert verdict.wrong == verdict.resolved
-        found.append(verdict.wrong)
-    assert np.mean(found) > 0.75
-
-
-def test_another_model_altogether_is_found_even_when_nothing_moved() -> None:
-    old = logprobs(0)
-    result = compare_canary(logprobs(1, old, 1.5), old, old)
-    assert result.wrong and not result.resolved and result.moved == 0.0
-
-
-def test_first_version_equal_to_the_base_is_no_alarm() -> None:
-    """LoRA starts with B = 0: new and old log-probs are the same numbers."""
-    old = logprobs(0)
-    result = compare_canary(logprobs(1, old, ROUNDING), old, old)
-    assert not result.wrong and not result.resolved and result.error_new == result.error_old
-
-
 @pytest.mark.parametrize(
     "broken",
     [{"new_logprobs": (0.0,) * 3}, {"old_logprobs": ()}, {"new_logprobs": (math.nan,) * N}, {"token_ids": (1,)}],
@@ -250,6 +180,47 @@ def test_prompt_log_probs_are_never_asked_of_a_server_that_samples(
     assert busy == [0, 0]
 
 
+def test_a_sure_policy_does_not_hide_that_log_probs_are_processed(
+    scripted_server: ScriptedServer, tmp_path: Path
+) -> None:
+    """What follows the canary is certain at any temperature; forced tokens still all have 0."""
+    old, new = logprobs(0), logprobs(1, logprobs(0), 0.4)
+    serve(scripted_server, lambda model: logprobs(2, new, ROUNDING))
+    scripted_server.logprob = lambda token, body: -0.001 if body.get("temperature") == 2.0 else 0.0
+
+    def edit(answer: dict[str, Any]) -> dict[str, Any]:
+        choice = answer["choices"][0]
+        if "prompt_logprobs" not in choice and choice["token_ids"] != [2]:
+            choice["logprobs"]["token_logprobs"] = [0.0]
+        return answer
+
+    scripted_server.edit = edit
+
+    async def steps(delivery: AdapterDelivery) -> Any:
+        return await delivery.deliver("a", 1, folder(tmp_path, "v1"), canary(new, old))
+
+    report = deliver(scripted_server, steps)
+    assert report.canary.resolved and not report.canary.wrong
+    whole = [body for body in scripted_server.calls("/v1/completions") if "prompt_logprobs" in body]
+    assert len(whole) == 1 and len(scripted_server.calls("/v1/completions")) == 3
+
+
+def test_one_certain_token_is_no_sign_of_processed_log_probs(scripted_server: ScriptedServer, tmp_path: Path) -> None:
+    old, new = logprobs(0), logprobs(1, logprobs(0), 0.4)
+    served = [-1.0, *np.minimum(-0.001, logprobs(2, new, ROUNDING)).tolist()]
+
+    def certain_at_the_end(ids: list[int], model: str) -> list[float]:
+        return [*served[:-1], 0.0 if ids[-1] == IDS[-1] else -20.0]
+
+    scripted_server.prompt_logprob = certain_at_the_end
+
+    async def steps(delivery: AdapterDelivery) -> Any:
+        return await delivery.deliver("a", 1, folder(tmp_path, "v1"), canary(new, old))
+
+    deliver(scripted_server, steps)
+    assert all("prompt_logprobs" not in body for body in scripted_server.calls("/v1/completions"))
+
+
 @pytest.mark.parametrize(
     ("metrics", "expected"),
     [
@@ -379,6 +350,44 @@ def test_server_that_dies_during_the_canary_is_left_out(scripted_server: Scripte
 
         report, alive = asyncio.run(run())
     assert report.canary.resolved and alive == 1
+
+
+@pytest.mark.parametrize("judged", [True, False])
+def test_a_doubtful_server_that_dies_before_the_second_look_is_left_out(
+    scripted_server: ScriptedServer, tmp_path: Path, judged: bool
+) -> None:
+    """It has no verdict then, and loads the adapter anew when it returns: no run stops."""
+    old, new = logprobs(0), logprobs(1, logprobs(0), 0.4)
+    serve(scripted_server, lambda model: logprobs(2, new, ROUNDING))
+    with ScriptedServer() as doomed:
+        serve(doomed, lambda model: logprobs(3, old, ROUNDING))
+
+        def edit(answer: dict[str, Any]) -> dict[str, Any]:
+            if len(doomed.calls("/v1/completions")) >= SCORED_TOKENS:
+                doomed.fail, doomed.fail_paths = "refuse", ("/v1/completions", "/health")
+            return answer
+
+        doomed.edit = edit
+
+        async def run() -> tuple[Any, int]:
+            engine = VllmEngine(f"{scripted_server.url},{doomed.url}", "scripted", [2], times=FAST)
+            delivery = AdapterDelivery(engine)
+            if not judged:  # the other is away while the check runs
+                compare = delivery._compare
+
+                async def only_doomed(e: Any, n: str, c: Canary, r: Any, servers: Any, tokens: int) -> Any:
+                    return await compare(e, n, c, r, [s for s in servers if s.url == doomed.url], tokens)
+
+                delivery._compare = only_doomed  # type: ignore[method-assign]
+            try:
+                return await delivery.deliver("a", 1, folder(tmp_path, "v1"), canary(new, old)), len(engine.pool.alive)
+            finally:
+                await engine.close()
+
+        report, alive = asyncio.run(run())
+    assert alive == 1
+    assert (report.canary is not None) == judged
+    assert not judged or (report.canary.resolved and not report.canary.wrong)
 
 
 def test_adapter_stuck_at_an_old_version_is_found_once_small_steps_add_up(

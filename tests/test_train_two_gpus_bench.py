@@ -7,6 +7,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,19 @@ def test_all_servers_start_at_once_and_end_with_the_run(
                     "saturated_two": 400.0, "speedup_of_two": 2.0},
         "layout": {"value": 1},
     }  # fmt: skip
+
+
+def test_servers_that_end_slowly_do_not_outlive_the_benchmark(tmp_path: Path) -> None:
+    """`timeout` kills us 30 s after it told us to stop: four servers must be gone by then, whatever they do."""
+    ready = tmp_path / "ready"
+    code = f"import signal, time; signal.signal(15, signal.SIG_IGN); open({str(ready)!r}, 'w').close(); time.sleep(90)"
+    stubborn = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    while not ready.exists():
+        time.sleep(0.01)
+    begin = time.monotonic()
+    with pair(tmp_path, 0) as servers:
+        servers.running.append((stubborn, "http://s:1"))
+    assert stubborn.poll() is not None and time.monotonic() - begin < 5
 
 
 def test_a_part_starts_only_the_servers_that_it_needs(

@@ -77,12 +77,13 @@ class CanaryResult:
     @property
     def wrong(self) -> bool:
         """The server runs the old weights, or something else altogether."""
-        return self.error_new > MAX_ERROR or (self.resolved and self.alpha <= 0.5)
+        return not self.error_new <= MAX_ERROR or (self.resolved and self.alpha <= 0.5)  # NaN is wrong too
 
 
 @dataclasses.dataclass(frozen=True)
 class DeliveryReport:
-    """Seconds of one delivery, and the worst canary over the servers (None without a canary or on a local engine)."""
+    """Seconds of one delivery, and the worst canary over the servers (None without a canary, on a local engine, or
+    when no server lived to be judged)."""
 
     name: str
     seconds: float
@@ -96,7 +97,8 @@ def compare_canary(server: Sequence[float], new: Sequence[float], old: Sequence[
     With d = n - o, the server's position between the two is alpha = <w(s - o), wd> / <wd, wd> (0 = old, 1 = new). The
     weights w = min(1, median |d| / |d|) keep the tokens that moved most from being all of it: a sure policy is exact on
     most tokens, and the rounding of the few that it is not sure of would be a move with next to nothing off the line to
-    tell it by. Resolved when at least ``LEAST_TOKENS`` tokens count and the standard error of alpha is at most
+    tell it by. Tokens with d = 0 exactly, as certain now as before, are left out: where most are, the median would be
+    0. Resolved when at least ``LEAST_TOKENS`` tokens count and the standard error of alpha is at most
     ``1 / RESOLVED_Z`` by both estimates, with r = w(s - o) - alpha wd and h = (wd)^2 / <wd, wd>:
 
         rms(r) / |wd|                        rounding is alike on all tokens
@@ -105,9 +107,11 @@ def compare_canary(server: Sequence[float], new: Sequence[float], old: Sequence[
     s, n, o = (np.asarray(x, dtype=np.float64) for x in (server, new, old))
     error_new = float(np.sqrt(np.mean((s - n) ** 2)))
     error_old = float(np.sqrt(np.mean((s - o) ** 2)))
-    moved, size = n - o, np.abs(n - o)
-    weight = np.minimum(1.0, np.median(size) / np.maximum(size, np.finfo(float).tiny))
-    d, at = weight * moved, weight * (s - o)
+    moved, kept = n - o, n != o
+    size = np.abs(moved[kept])
+    middle = float(np.median(size)) if size.size else 0.0
+    weight = np.minimum(1.0, middle / np.maximum(size, np.finfo(float).tiny))
+    d, at = weight * moved[kept], weight * (s - o)[kept]
     square = float(d @ d)
     alpha, resolved = math.nan, False
     if square > 0.0:
@@ -168,7 +172,8 @@ class AdapterDelivery:
             task.add_done_callback(self._unloading.discard)
         return report
 
-    async def _check(self, engine: VllmEngine, capability: str, name: str, canary: Canary) -> CanaryResult:
+    async def _check(self, engine: VllmEngine, capability: str, name: str, canary: Canary) -> CanaryResult | None:
+        """The worst result over the servers; None when none of them lived to be judged."""
         reference = self._references.get(capability, canary.old_logprobs)
         if len(reference) != len(canary.new_logprobs):  # the caller changed its sequence
             reference = canary.old_logprobs
@@ -176,7 +181,8 @@ class AdapterDelivery:
         if doubtful := [server for server, result in results if result.wrong]:
             # some tokens can be nearer to the old weights by chance; a run is stopped by many
             again = dict(await self._compare(engine, name, canary, reference, doubtful, SURE_TOKENS))
-            results = [(server, again.get(server, result)) for server, result in results]
+            # one that died before the second look has no verdict: it loads the adapter anew when it returns
+            results = [(s, again.get(s, first)) for s, first in results if s in again or not first.wrong]
         for server, result in results:
             if result.wrong:
                 raise DeliveryError(
@@ -184,6 +190,8 @@ class AdapterDelivery:
                     f"{result.error_new:.4f} and from the old ones by {result.error_old:.4f} nats rms; "
                     "check that the server reads the adapter folder of this run, then --resume"
                 )
+        if not results:
+            return None
         worst = max((result for _, result in results), key=lambda r: (not r.resolved, r.error_new))
         resolved = all(result.resolved for _, result in results)
         self._references[capability] = canary.new_logprobs if resolved else reference

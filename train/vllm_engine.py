@@ -395,7 +395,9 @@ class VllmEngine:
             longest = max(positions)  # first, so that the others find their prompts computed
             found = {longest: await self._force(server, model, token_ids, longest, salt)}
             if server.processed_logprobs is None and found[longest] == 0.0:
-                server.processed_logprobs = await self._scales_logprobs(server, token_ids)
+                # two tokens for one place are both certain only where the force counts
+                other = [*token_ids[:longest], token_ids[longest] - 1 if token_ids[longest] else 1]
+                server.processed_logprobs = await self._force(server, model, other, longest, salt) == 0.0
                 if server.processed_logprobs:
                     return await self.score(server, token_ids, positions, adapter)
             rest = [i for i in positions if i != longest]

@@ -28,9 +28,11 @@ for try in 1 2 3; do
   for log in /tmp/trace_helpdesk_server_*.log; do [ -f "$log" ] && cp "$log" "$RUN/logs/$(basename "$log" .log)_$try.log"; done
   # stages that failed because their server died go on with another one
   if [ "$code" -eq 0 ] || [ "$code" -eq 75 ] || bash examples/helpdesk_gpu/server.sh status; then break; fi
+  left=$((TOTAL_S - PACK_S - SECONDS))
+  if [ "$try" -eq 3 ] || [ "$left" -lt 1 ]; then break; fi
   echo "the server died after $SECONDS s; another one is started"
   bash examples/helpdesk_gpu/server.sh stop
-  served=$(bash examples/helpdesk_gpu/server.sh) || break
+  served=$(START_S=$left bash examples/helpdesk_gpu/server.sh) || break
   eval "$served"
 done
 "$PYTHON" examples/helpdesk_gpu/state.py pack --run "$RUN" --size "$SIZE" --model "$MODEL" --out "$OUT" || exit 1

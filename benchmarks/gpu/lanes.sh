@@ -2,10 +2,16 @@
 # All that two GPUs show, a lane for each: the session of one GPU beside the evidence run, then what needs both.
 #   MODEL=/tmp/models/smollm2 OUT=/tmp/out setsid bash benchmarks/gpu/lanes.sh &         about 22 minutes on two H200
 # LANES picks parts [session,helpdesk,two_gpus,ranks]; END (epoch seconds): everything stops in time; OUT/lanes.txt tells.
-. "$(dirname "$0")/common.sh"
-lanes=,${LANES:-session,helpdesk,two_gpus,ranks},
+# Exit 1: a part failed or was left out for lack of time.
+parts=session,helpdesk,two_gpus,ranks
+lanes=,${LANES:-$parts},
+for lane in ${lanes//,/ }; do
+  [[ ,$parts, == *,$lane,* ]] || { echo "error: LANES has $lane; expected some of $parts" >&2; exit 2; }
+done
 END=${END:-$(($(date +%s) + 1500))}
 left() { echo $((END - $(date +%s) - ${1:-0})); }
+[ "$(left)" -gt 0 ] || { echo "error: END=$END has passed; expected epoch seconds to come" >&2; exit 2; }
+. "$(dirname "$0")/common.sh"
 has() { [[ $lanes == *,$1,* ]]; }
 run() { # run NAME COMMAND...: its messages and exit code in OUT/NAME.txt
   local name=$1 code=0
@@ -13,7 +19,15 @@ run() { # run NAME COMMAND...: its messages and exit code in OUT/NAME.txt
   date +"$name begins %T" | tee -a "$OUT/lanes.txt"
   "$@" >>"$OUT/$name.txt" 2>&1 || code=$?
   date +"$name ended with $code %T" | tee -a "$OUT/lanes.txt"
-  return $code
+  [ "$code" -eq 0 ] || [ "$code" -eq 75 ]   # 75: it goes on in another piece
+}
+both() { # both NAME SECONDS COMMAND...: on both GPUs, unless less time is left
+  if [ "$(left)" -gt "$2" ]; then
+    run "$1" "${@:3}" || failed=1
+  else
+    echo "$1 left out: $(left) s are left, it needs $2" | tee -a "$OUT/lanes.txt"
+    failed=1
+  fi
 }
 here=benchmarks/gpu
 if has session; then
@@ -22,11 +36,7 @@ fi
 if has helpdesk; then
   run helpdesk env CUDA_VISIBLE_DEVICES=1 OUT="$OUT/helpdesk" TOTAL_S="$(left 60)" bash $here/helpdesk.sh &
 fi
-wait
-if has two_gpus && [ "$(left)" -gt 120 ]; then
-  run two_gpus env OUT="$OUT/two_gpus" LIMIT_S="$(left 15)" bash $here/two_gpus.sh
-fi
-if has ranks && [ "$(left)" -gt 60 ]; then
-  run ranks env OUT="$OUT/ranks" bash $here/two_gpus_ranks.sh
-fi
+for job in $(jobs -p); do wait "$job" || failed=1; done
+if has two_gpus; then both two_gpus 120 env OUT="$OUT/two_gpus" LIMIT_S="$(left 15)" bash $here/two_gpus.sh; fi
+if has ranks; then both ranks 60 env OUT="$OUT/ranks" LIMIT_S="$(left 15)" bash $here/two_gpus_ranks.sh; fi
 exit $failed

@@ -5,5 +5,5 @@
 preset=h200
 [ "$SIZE" = tiny ] && preset=cpu
 export TORCHINDUCTOR_DETERMINISTIC=1   # kernels that each rank chooses by timing would differ in rounding
-step ranks 330 "$PYTHON" benchmarks/bench_ranks.py --preset $preset --limit-s 150 --out "$OUT/bench_ranks.json"
+step ranks "${LIMIT_S:-330}" "$PYTHON" benchmarks/bench_ranks.py --preset $preset --limit-s 150 --out "$OUT/bench_ranks.json"
 exit $failed

@@ -1,0 +1,76 @@
+"""The job of two GPUs in lanes: what it refuses, what it leaves out, and that a failure is in its exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+JOBS = ("session", "helpdesk", "two_gpus", "two_gpus_ranks")
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Path:
+    """The script beside stand-ins for the jobs that it starts; each exits with CODE_<name> and leaves its limits."""
+    folder = tmp_path / "benchmarks" / "gpu"
+    folder.mkdir(parents=True)
+    for name in ("lanes.sh", "common.sh"):
+        (folder / name).write_text((ROOT / "benchmarks/gpu" / name).read_text())
+    for name in JOBS:
+        (folder / f"{name}.sh").write_text(
+            f"echo {name} ${{LIMIT_S:-}}${{TOTAL_S:-}} >>$OUT/../calls\nexit ${{CODE_{name}:-0}}\n"
+        )
+        for out in ("session", "helpdesk", "two_gpus", "ranks"):
+            (tmp_path / "out" / out).mkdir(parents=True, exist_ok=True)
+    return tmp_path
+
+
+def lanes(jobs: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("LANES", "END", "LIMIT_S", "TOTAL_S", "WORK")}
+    env |= {"OUT": str(jobs / "out"), "SIZE": "tiny"} | more
+    return subprocess.run(
+        ["bash", str(jobs / "benchmarks/gpu/lanes.sh")], env=env, capture_output=True, text=True, timeout=60
+    )
+
+
+def calls(jobs: Path) -> dict[str, int]:
+    path = jobs / "out" / "calls"
+    return {k: int(v) for k, v in (line.split() for line in path.read_text().splitlines())} if path.exists() else {}
+
+
+def test_every_part_has_its_turn_and_ends_in_time(jobs: Path) -> None:
+    done = lanes(jobs, END=str(int(time.time()) + 200))
+    assert done.returncode == 0, done.stderr
+    found = calls(jobs)
+    assert set(found) == set(JOBS) and all(100 < seconds < 200 for seconds in found.values())
+    assert (jobs / "out/lanes.txt").read_text().count("ended with 0") == 4
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_part_that_fails_is_in_the_exit_code_and_leaves_the_others_their_turn(jobs: Path, job: str) -> None:
+    assert lanes(jobs, **{f"CODE_{job}": "3"}).returncode == 1
+    assert set(calls(jobs)) == set(JOBS)
+
+
+def test_a_piece_that_goes_on_later_is_no_failure(jobs: Path) -> None:
+    assert lanes(jobs, LANES="helpdesk", CODE_helpdesk="75").returncode == 0 and set(calls(jobs)) == {"helpdesk"}
+
+
+def test_a_part_without_time_is_told(jobs: Path) -> None:
+    done = lanes(jobs, LANES="two_gpus,ranks", END=str(int(time.time()) + 90))
+    assert done.returncode == 1 and set(calls(jobs)) == {"two_gpus_ranks"}
+    assert "two_gpus left out:" in (jobs / "out/lanes.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [({"LANES": "sesion,ranks"}, "LANES has sesion; expected some of"), ({"END": "1000"}, "has passed")],
+)
+def test_what_it_cannot_do_starts_nothing(jobs: Path, given: dict[str, str], told: str) -> None:
+    done = lanes(jobs, **given)
+    assert done.returncode == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1
+    assert calls(jobs) == {}
