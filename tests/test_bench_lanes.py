@@ -30,7 +30,7 @@ def jobs(tmp_path: Path) -> Path:
 
 
 def lanes(jobs: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if k not in ("LANES", "END", "LIMIT_S", "TOTAL_S", "WORK")}
+    env = {k: v for k, v in os.environ.items() if k not in ("LANES", "END", "LIMIT_S", "TOTAL_S", "WORK", "SESSION_S")}
     env |= {"OUT": str(jobs / "out"), "SIZE": "tiny"} | more
     return subprocess.run(
         ["bash", str(jobs / "benchmarks/gpu/lanes.sh")], env=env, capture_output=True, text=True, timeout=60
@@ -68,7 +68,10 @@ def test_a_part_without_time_is_told(jobs: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "told"),
-    [({"LANES": "sesion,ranks"}, "LANES has sesion; expected some of"), ({"END": "1000"}, "has passed")],
+    [
+        ({"LANES": "sesion,ranks"}, "LANES: sesion is none of session,"),
+        ({"END": "1000"}, "END: expected more than 60 s from now"),
+    ],
 )
 def test_what_it_cannot_do_starts_nothing(jobs: Path, given: dict[str, str], told: str) -> None:
     done = lanes(jobs, **given)

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # All that two GPUs show, a lane for each: the session of one GPU beside the evidence run, then what needs both.
 #   MODEL=/tmp/models/smollm2 OUT=/tmp/out setsid bash benchmarks/gpu/lanes.sh &         about 22 minutes on two H200
-# LANES picks parts [session,helpdesk,two_gpus,ranks]; END (epoch seconds): everything stops in time; OUT/lanes.txt tells.
-# Exit 1: a part failed or was left out for lack of time.
+# LANES picks parts [session,helpdesk,two_gpus,ranks], STEPS steps of the session; END (epoch seconds): everything stops in
+# time; OUT/lanes.txt tells what ran. Exit 1: a part failed, or was left out for lack of time.
 parts=session,helpdesk,two_gpus,ranks
 lanes=,${LANES:-$parts},
 for lane in ${lanes//,/ }; do
-  [[ ,$parts, == *,$lane,* ]] || { echo "error: LANES has $lane; expected some of $parts" >&2; exit 2; }
+  [[ ,$parts, == *,$lane,* ]] || { echo "error: LANES: $lane is none of $parts" >&2; exit 2; }
 done
 END=${END:-$(($(date +%s) + 1500))}
 left() { echo $((END - $(date +%s) - ${1:-0})); }
-[ "$(left)" -gt 0 ] || { echo "error: END=$END has passed; expected epoch seconds to come" >&2; exit 2; }
+[ "$(left)" -gt 60 ] || { echo "error: END: expected more than 60 s from now, found $(left)" >&2; exit 2; }
 . "$(dirname "$0")/common.sh"
 has() { [[ $lanes == *,$1,* ]]; }
 run() { # run NAME COMMAND...: its messages and exit code in OUT/NAME.txt
@@ -31,7 +31,7 @@ both() { # both NAME SECONDS COMMAND...: on both GPUs, unless less time is left
 }
 here=benchmarks/gpu
 if has session; then
-  run session env CUDA_VISIBLE_DEVICES=0 OUT="$OUT/session" WORK=/tmp/trace_session LIMIT_S="$(left 30)" bash $here/session.sh &
+  run session env CUDA_VISIBLE_DEVICES=0 OUT="$OUT/session" WORK=/tmp/trace_session LIMIT_S="${SESSION_S:-$(left 30)}" bash $here/session.sh &
 fi
 if has helpdesk; then
   run helpdesk env CUDA_VISIBLE_DEVICES=1 OUT="$OUT/helpdesk" TOTAL_S="$(left 60)" bash $here/helpdesk.sh &
