@@ -134,11 +134,11 @@ def train(
         return subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log, text=True, start_new_session=True)
 
 
-def finish(process: subprocess.Popen[str], folder: Path, limit_s: float) -> list[dict[str, Any]]:
-    """The iterations of a training run.
+def finish(process: subprocess.Popen[str], folder: Path, limit_s: float, expected: int = 0) -> list[dict[str, Any]]:
+    """The iterations of a training run that ends with exit code ``expected``.
 
     Raises:
-        ServerError: it failed or took too long.
+        ServerError: it failed, took too long, or did not end an iteration.
     """
     try:
         code = process.wait(limit_s)
@@ -149,10 +149,13 @@ def finish(process: subprocess.Popen[str], folder: Path, limit_s: float) -> list
             os.killpg(process.pid, signal.SIGKILL)
     text = (folder / "train.log").read_text(encoding="utf-8", errors="replace")
     sys.stderr.write(text)
-    if code not in (0, INTERRUPTED):
+    if code != expected:
         what = f"took over {limit_s:g} s" if code is None else f"exit code {code}"
         raise ServerError(f"training: {what}: {' '.join(text[-500:].split())}")
-    return [r for r in read_jsonl(folder / "run/metrics.jsonl", "metrics") if "sampled_tokens" in r]
+    rows = [r for r in read_jsonl(folder / "run/metrics.jsonl", "metrics") if "sampled_tokens" in r]
+    if not rows:
+        raise ServerError(f"training ended without an iteration: {' '.join(text[-500:].split())}")
+    return rows
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -250,7 +253,7 @@ def killed(args: argparse.Namespace, work: Path, pair: Servers, save: Callable[[
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         raise
-    rows = finish(process, folder, 60)
+    rows = finish(process, folder, 60, INTERRUPTED)
     kinds = [e["event"] for e in read_jsonl(events, "events") if e["server"] == url]
     group = int(size.train.split("--group-size ")[1].split()[0])
     save(

@@ -35,7 +35,7 @@ def test_no_false_alarm_where_the_comparison_is_decided() -> None:
     verdicts = []
     for seed in range(300):
         old = logprobs(seed)
-        new = logprobs(seed + 1000, old, 0.1)
+        new = logprobs(seed + 1000, old, 0.2)
         verdicts.append(compare_canary(logprobs(seed + 2000, new, ROUNDING), new, old))
     assert sum(v.resolved for v in verdicts) > 200 and not any(v.wrong for v in verdicts)
 

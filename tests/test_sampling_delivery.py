@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +131,9 @@ def test_rounding_of_the_trainer_alone_decides_nothing(scripted_server: Scripted
         return resolved
 
     assert not any(deliver(scripted_server, steps))
+    asked = collections.Counter(body["model"] for body in scripted_server.calls("/v1/completions"))
+    many = [asked[f"a@v{k}"] == SURE_TOKENS for k in range(1, 9)]
+    assert many == [k % 4 == 3 for k in range(8)], "every fourth undecided delivery is judged by many tokens"
 
 
 def test_prompt_log_probs_are_never_asked_of_a_server_that_samples(

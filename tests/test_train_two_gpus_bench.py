@@ -48,7 +48,13 @@ def test_a_run_that_fails_or_hangs_is_an_error_with_its_last_words(tmp_path: Pat
         finish(process(tmp_path, "import time; time.sleep(60)"), tmp_path, 0.3)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text('{"iteration": 1, "sampled_tokens": 3}\n{"warning": "x"}\n')
-    assert len(finish(process(tmp_path, f"import sys; sys.exit({INTERRUPTED})"), tmp_path, 30)) == 1
+    told = f"import sys; sys.exit({INTERRUPTED})"
+    assert len(finish(process(tmp_path, told), tmp_path, 30, INTERRUPTED)) == 1
+    with pytest.raises(ServerError, match=f"exit code {INTERRUPTED}"):
+        finish(process(tmp_path, told), tmp_path, 30)
+    (tmp_path / "run/metrics.jsonl").write_text('{"warning": "x"}\n')
+    with pytest.raises(ServerError, match="without an iteration: what it said last"):
+        finish(process(tmp_path, "pass"), tmp_path, 30)
     ended = process(tmp_path, "pass")
     ended.wait(30)
     with pytest.raises(ServerError, match="training ended or was too slow: what it said last"):
@@ -225,7 +231,8 @@ def test_the_server_that_was_killed_returns_on_its_own_port(
         lines = [json.dumps({"event": what, "server": f"http://s:{k}"}) for what, k in events]
         (folder / "run/events.jsonl").write_text("\n".join(lines) + "\n")
         (folder / "train.log").write_text("")
-        return subprocess.Popen([sys.executable, "-c", "pass"], text=True, start_new_session=True)
+        told = f"import sys; sys.exit({INTERRUPTED})"
+        return subprocess.Popen([sys.executable, "-c", told], text=True, start_new_session=True)
 
     monkeypatch.setattr(bench_two_gpus, "train", train)
     monkeypatch.setattr(bench_two_gpus, "_wait_for", lambda *_: waits.append([s.ended for s in started]))

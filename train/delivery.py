@@ -8,12 +8,13 @@ the server's log-probs s of some of its tokens must lie nearer to the new ones n
 Server and trainer differ by rounding even on equal weights (in bf16 by some hundredths of a nat per token), and one
 small optimiser step moves the log-probs by less than that. The comparison is decided only when ``moved`` stands out of
 the rounding; until then the old weights stay the reference, so steps add up and an adapter that never arrives is found
-a few steps later.
+some steps later: a few, or ten where the policy is nearly certain of all tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import math
@@ -30,8 +31,9 @@ from train.vllm_pool import Server
 KEEP_VERSIONS = 2  # the newest and the one before: a straggling episode of the old policy can still end its turn
 RESOLVED_Z = 10.0  # standard errors between "new" and "old"; the verdict at half way is then five of them off
 SCORED_TOKENS = 32  # of the canary; few, so that rounding alone is hardly ever taken for a move
+ROUNDING_SHARE = 0.57  # of a token's move, at most; where nothing moved, rounding is 0.87 of the "move" that it makes
 LEAST_TOKENS = 6.0  # effective number of tokens that moved
-SURE_TOKENS = 96  # scored before a run is stopped
+SURE_TOKENS = 96  # scored before a run is stopped, and in every fourth delivery in a row that decided nothing
 MAX_ERROR = 0.5  # nats rms; no rounding does this, it is another model or another adapter
 
 
@@ -98,11 +100,14 @@ def compare_canary(server: Sequence[float], new: Sequence[float], old: Sequence[
     weights w = min(1, median |d| / |d|) keep the tokens that moved most from being all of it: a sure policy is exact on
     most tokens, and the rounding of the few that it is not sure of would be a move with next to nothing off the line to
     tell it by. Tokens with d = 0 exactly, as certain now as before, are left out: where most are, the median would be
-    0. Resolved when at least ``LEAST_TOKENS`` tokens count and the standard error of alpha is at most
-    ``1 / RESOLVED_Z`` by both estimates, with r = w(s - o) - alpha wd and h = (wd)^2 / <wd, wd>:
+    0. With r = w(s - o) - alpha wd and h = (wd)^2 / <wd, wd>, alpha has the standard errors
 
-        rms(r) / |wd|                        rounding is alike on all tokens
-        |wd r / (1 - h)| / <wd, wd>          it differs between them (jackknife: HC3, MacKinnon and White 1985)
+        rms(r) / |wd|                        where rounding is alike on all tokens
+        |wd r / (1 - h)| / <wd, wd>          where it differs between them (jackknife: HC3, MacKinnon and White 1985)
+
+    Resolved when at least ``LEAST_TOKENS`` tokens count and both are at most ``1 / RESOLVED_Z`` and at most
+    ``ROUNDING_SHARE / sqrt(tokens)``. The second bound is about single tokens: however many there are, they must not
+    make a move of the trainer's own rounding, half way along which the server lies.
     """
     s, n, o = (np.asarray(x, dtype=np.float64) for x in (server, new, old))
     error_new = float(np.sqrt(np.mean((s - n) ** 2)))
@@ -121,7 +126,7 @@ def compare_canary(server: Sequence[float], new: Sequence[float], old: Sequence[
             residual = at - alpha * d
             alike = float(np.sqrt(np.mean(residual**2) / square))
             differing = float(np.linalg.norm(d * residual / (1.0 - share)) / square)
-            resolved = max(alike, differing) <= 1.0 / RESOLVED_Z
+            resolved = max(alike, differing) <= min(1.0 / RESOLVED_Z, ROUNDING_SHARE / math.sqrt(d.size))
     return CanaryResult(error_new, error_old, float(np.sqrt(np.mean(moved**2))), resolved, alpha)
 
 
@@ -146,6 +151,7 @@ class AdapterDelivery:
         self.reports: list[DeliveryReport] = []
         self._versions: dict[str, list[str]] = {}
         self._references: dict[str, tuple[float, ...]] = {}
+        self._undecided: collections.Counter[str] = collections.Counter()  # deliveries in a row, by capability
         self._unloading: set[asyncio.Task[None]] = set()
 
     async def deliver(self, capability: str, version: int, folder: str, canary: Canary | None = None) -> DeliveryReport:
@@ -177,7 +183,8 @@ class AdapterDelivery:
         reference = self._references.get(capability, canary.old_logprobs)
         if len(reference) != len(canary.new_logprobs):  # the caller changed its sequence
             reference = canary.old_logprobs
-        results = await self._compare(engine, name, canary, reference, engine.pool.alive, SCORED_TOKENS)
+        tokens = SURE_TOKENS if self._undecided[capability] % 4 == 3 else SCORED_TOKENS
+        results = await self._compare(engine, name, canary, reference, engine.pool.alive, tokens)
         if doubtful := [server for server, result in results if result.wrong]:
             # some tokens can be nearer to the old weights by chance; a run is stopped by many
             again = dict(await self._compare(engine, name, canary, reference, doubtful, SURE_TOKENS))
@@ -195,6 +202,7 @@ class AdapterDelivery:
         worst = max((result for _, result in results), key=lambda r: (not r.resolved, r.error_new))
         resolved = all(result.resolved for _, result in results)
         self._references[capability] = canary.new_logprobs if resolved else reference
+        self._undecided[capability] = 0 if resolved else self._undecided[capability] + 1
         return worst
 
     async def _compare(
