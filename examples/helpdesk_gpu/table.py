@@ -32,8 +32,8 @@ from train.svg import interval_chart, line_chart
 MODES = {"greedy": "greedy", "sampled": "temperature 1"}
 LABELS = {
     "base": "base",
-    "direct": "GRPO on the mined helpdesk tasks themselves, same rollouts",
-    "joint": "one adapter on all environments, same rollouts",
+    "direct": "GRPO on the mined helpdesk tasks themselves, same budget of rollouts",
+    "joint": "one adapter on all environments, same budget of rollouts",
     "merge": "linear merge",
     "ties": "TIES merge",
     "dare_ties": "DARE-TIES merge",
