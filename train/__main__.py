@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from game_registry import GameError, GameMix, GameSpec
-from pipeline.files import InputError, run_cli, write_json
+from pipeline.files import InputError, write_json
 from pipeline.remote_game import resolve_game
 from train.chat import ChatCodec
 from train.checkpoint import list_checkpoints, load_checkpoint
 from train.config import TrainConfig, build_parser, load_config, seed_range
-from train.distributed import Ranks, join_ranks, said_once
+from train.distributed import Ranks, join_ranks, run_ranks, said_once
 from train.engine import Engine
 from train.engines import EngineOptions, open_engine
 from train.forward import can_pack
@@ -240,4 +240,4 @@ async def _engine(config: TrainConfig, model: Any) -> tuple[Engine, ChatCodec, s
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_ranks(main)

@@ -10,14 +10,16 @@ import contextlib
 import dataclasses
 import datetime
 import os
-from collections.abc import Iterator, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from game_registry import GameError
-from pipeline.files import InputError, ServerError
+from pipeline.files import InputError, ServerError, run_cli
 
 # Ranks wait while rank 0 samples; a dead rank 0 is noticed by torchrun, not by this limit.
 WAIT = datetime.timedelta(hours=12)
@@ -47,6 +49,29 @@ def said_once() -> Iterator[None]:
         if int(os.environ.get("LOCAL_RANK", "0")) > 0:
             raise SystemExit(2) from None
         raise
+
+
+def run_ranks(main: Callable[[], int | None]) -> None:
+    """``run_cli`` for a command that may be one rank of several.
+
+    After a fault such a rank ends without the interpreter's orderly exit: threads that gloo keeps for a peer which is
+    gone abort there now and then, and the exit code would be that of the abort.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        run_cli(main)
+    code: Any = 1
+    try:
+        run_cli(main)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:  # whatever it is, the interpreter would only print it
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    if code:
+        os._exit(code)
+    raise SystemExit(0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,11 +29,11 @@ from moe_gate import find_adapter, load_gate, named_gater_parameters, save_gate
 from moe_gate.builder import build_capability_model
 from moe_gate.checkpoint import GATE_FILE
 from moe_gate.config import GateConfig, GrpoSection, load_gate_config
-from pipeline.files import InputError, ServerError, check, run_cli, write_json
+from pipeline.files import InputError, ServerError, check, write_json
 from pipeline.remote_game import resolve_game
 from train.chat import ChatCodec
 from train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from train.distributed import Ranks, join_ranks
+from train.distributed import Ranks, join_ranks, run_ranks
 from train.episode import EpisodeParams
 from train.groups import Collected, Group, Sampler, collect_informative
 from train.grpo import Worker
@@ -262,4 +262,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_ranks(main)

@@ -29,9 +29,9 @@ from torch import Tensor
 
 from moe_gate import build_capability_model, find_adapter, named_gater_parameters, routing_state, save_gate
 from moe_gate.config import GateConfig, load_gate_config
-from pipeline.files import InputError, JsonlLog, run_cli, write_json
+from pipeline.files import InputError, JsonlLog, write_json
 from train.chat import ChatCodec
-from train.distributed import Ranks, join_ranks
+from train.distributed import Ranks, join_ranks, run_ranks
 from train.gate_data import GateData, LabelledEpisode, load_gate_data
 from train.gate_features import FeatureSet, collect_features
 from train.gate_fit import (
@@ -269,4 +269,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_ranks(main)

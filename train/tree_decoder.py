@@ -9,10 +9,10 @@ this is true for is decided by ``refusal``; tests compare hidden states and grad
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from train.fast_lora import (
@@ -66,7 +66,9 @@ def structure_refusal(base: Any) -> str | None:
 
 def _kind(layer: Any) -> str:
     """The class of a decoder layer; sharding gives it a subclass of its own at run time."""
-    return next(c.__name__ for c in type(layer).__mro__ if not issubclass(c, FSDPModule))
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who shards has imported it; nobody else waits a second for that
+    added = fsdp.FSDPModule if fsdp is not None else ()
+    return next(c.__name__ for c in type(layer).__mro__ if not issubclass(c, added))
 
 
 def _is_dense(layer: Any) -> bool:

@@ -29,9 +29,9 @@ import torch
 
 from moe_gate import save_gate
 from moe_gate.config import GateConfig, load_gate_config
-from pipeline.files import InputError, check, read_json, run_cli, write_json
+from pipeline.files import InputError, check, read_json, write_json
 from train.chat import ChatCodec
-from train.distributed import join_ranks
+from train.distributed import join_ranks, run_ranks
 from train.gate_data import GateData, LabelledEpisode, RolloutRecord, adapter_name, mark_undecided, tokens_of
 from train.train_router_sft import RouterTrainer, build_model, print_report, report_of
 
@@ -186,4 +186,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_ranks(main)
