@@ -256,13 +256,19 @@ def test_the_script_hands_its_settings_on(tmp_path: Path) -> None:
     fake = tmp_path / "python"
     fake.write_text('#!/bin/sh\necho "$@"\n')
     fake.chmod(0o755)
-    env = {"PATH": "/usr/bin:/bin", "PYTHON": str(fake), "OUT": str(tmp_path / "out"), "LIMIT_S": "300"}
+    gpus = tmp_path / "nvidia-smi"
+    gpus.write_text("#!/bin/sh\necho GPU 0\n")
+    gpus.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": str(fake), "OUT": str(tmp_path / "out"), "LIMIT_S": "300"}
     env |= {"PARTS": "torch", "MODEL": "m", "WORK": str(tmp_path / "work"), "DONE": "d.json", "STEPS": "gate_hf"}
     said = subprocess.run([str(ROOT / "benchmarks/gpu/session.sh")], env=env, capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
     for words in ("--size gpu", "--limit-s 300", "--parts torch", "--model m", "--continue-from d.json"):
         assert words in said.stdout
     assert f"--work {tmp_path / 'work'}" in said.stdout and "--steps gate_hf" in said.stdout
+    gpus.write_text("#!/bin/sh\nexit 9\n")  # a driver without a GPU
+    said = subprocess.run([str(ROOT / "benchmarks/gpu/session.sh")], env=env, capture_output=True, text=True)
+    assert said.returncode == 2 and said.stderr.startswith("error: no GPU here") and said.stdout == ""
 
 
 # ---------------------------------------------------------------------- results

@@ -281,3 +281,14 @@ def test_missing_stages_are_named_in_one_line(tmp_path: Path) -> None:
         cwd=ROOT, capture_output=True, text=True, env=os.environ,
     )  # fmt: skip
     assert done.returncode == 2 and done.stderr.count("\n") == 1
+
+
+def test_what_noise_explains_is_unsure(finished: Path) -> None:
+    """A step that grows by less than its interval, and an adapter whose lead another one's interval reaches."""
+    rates = {"value": 0.5, "low": 0.46, "high": 0.54}, {"value": 0.48, "low": 0.44, "high": 0.52}
+    results = {}
+    for own in NAMES:
+        results[f"capability_{own}"] = {"sampled": {a: {"success": rates[a != own]} for a in ("base", *NAMES)}}
+    write_json(finished / "transfer" / "evaluation.json", {"results": results})
+    found = claim(table.collect(finished, SIZE), "own environment")
+    assert (found["measured"], found["verdict"]) == ("4 of 4, 0 beyond the intervals", "yes (unsure)")

@@ -50,6 +50,7 @@ def test_new_weights_reach_the_server_under_new_names(runs: Runs, server: TinySe
     metrics = runs.iterations("r", "digits")
     assert len(metrics) == 5 and all(m["mismatch_max_abs"] < 1e-3 for m in metrics)
     assert all(m["deliver_s"] > 0 for m in metrics)
+    assert all(m["canary_error_new"] < 0.5 and m["canary_resolved"] in (0.0, 1.0) for m in metrics)
     for iteration in range(1, 6):
         text = (runs.tmp / "r/rollouts" / f"digits_{iteration:06d}.jsonl").read_text()
         used = {json.loads(line)["adapter"] for line in text.splitlines()}

@@ -165,7 +165,7 @@ class Trainer:
             self._finish(learner, metrics)
         try:
             if items:
-                metrics["deliver_s"] = await self._deliver(learner)
+                metrics |= await self._deliver(learner)
         finally:  # an update that is done is on record, even when its delivery fails
             metrics |= idle.shares()
             self.log.iteration(learner.name, learner.iteration, self.config.max_iters, metrics, collected.error_kinds())
@@ -298,8 +298,10 @@ class Trainer:
             self._checkpoint_point(learner)
             raise TrainingStopped(f"{name}: {why}")
 
-    async def _deliver(self, learner: Learner) -> float:
-        """Make the newest weights what the sampler uses for this learner from now on. Returns the seconds it took."""
+    async def _deliver(self, learner: Learner) -> dict[str, float]:
+        """Make the newest weights what the sampler uses for this learner from now on. Returns the seconds it took and
+        what the canary found."""
+        found: dict[str, float] = {}
         begin = time.perf_counter()
         name = f"{learner.name}@v{learner.version}"
         if isinstance(self.sampler.engine, LocalEngine):
@@ -313,12 +315,17 @@ class Trainer:
             await _in_thread(lambda: write_adapter_folder(learner.model, learner.name, folder, dtype=dtype))
             scores = self._canaries.get(learner.name)
             canary = None if scores is None else Canary(scores.token_ids, scores.new, scores.old)
-            await self.delivery.deliver(learner.name, learner.version, str(folder), canary)
+            judged = (await self.delivery.deliver(learner.name, learner.version, str(folder), canary)).canary
+            if judged is not None:
+                found = {
+                    "canary_error_new": judged.error_new, "canary_error_old": judged.error_old,
+                    "canary_resolved": float(judged.resolved),
+                }  # fmt: skip
             old = self.folder / "adapters" / f"{learner.name}@v{learner.version - 3}"
             # nobody samples from it; the ones after it stay, because a server reads an evicted one from disk again
             await _in_thread(lambda: shutil.rmtree(old, ignore_errors=True))
         self._names[learner.name] = name
-        return time.perf_counter() - begin
+        return found | {"deliver_s": time.perf_counter() - begin}
 
     def _remember_canary(self, learner: Learner, collected: Collected) -> None:
         """Fix the canary sequence at the first update: one real rollout, scored before the weights change."""

@@ -78,7 +78,7 @@ class RunLog:
                 for record in read_jsonl(path, "metrics", torn_tail_ok=True)
                 if record.get("iteration", 0) <= resume_from.get(record.get("adapter", ""), 0)
             ]
-        write_text(path, "".join(json.dumps(r) + "\n" for r in kept) or "\n")
+        write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
         self._log = JsonlLog(path)
         self._events_path = folder / "events.jsonl"
         self._events: JsonlLog | None = None

@@ -4,6 +4,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 SIZE=${SIZE:-gpu}
 OUT=${OUT:-runs/bench}
 PYTHON=${PYTHON:-python3}
+if [ "$SIZE" = gpu ] && ! nvidia-smi -L >/dev/null 2>&1; then
+  echo "error: no GPU here (nvidia-smi -L); SIZE=tiny runs the same steps in small on a CPU" >&2
+  exit 2
+fi
 if [ -z "${WORK:-}" ]; then
   WORK=$(mktemp -d /tmp/trace_gpu_job.XXXXXX)
   trap 'rm -rf "$WORK"' EXIT

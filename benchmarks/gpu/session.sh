@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All that one H200 must show, in order of value, within LIMIT_S; the next call goes on with what is missing.
 #   LIMIT_S=300 PARTS=torch MODEL=/tmp/models/smollm2 bash benchmarks/gpu/session.sh      then PARTS=serve LIMIT_S=560
-# SIZE=tiny on a CPU: 5 minutes. Results: OUT/session.json and OUT/session_logs.tar.gz (benchmarks/gpu_jobs.md).
+# SIZE=tiny on a CPU: 8 minutes. Results: OUT/session.json and OUT/session_logs.tar.gz (benchmarks/gpu_jobs.md).
 WORK=${WORK:-/tmp/trace_session}
 . "$(dirname "$0")/common.sh"
 more=()

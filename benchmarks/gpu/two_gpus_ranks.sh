@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Two NCCL ranks against one: equal gradients, scaling of the update step, and the memory of a sharded base.
-# About 4 minutes on two H200: bash benchmarks/gpu/two_gpus_ranks.sh     (SIZE=tiny on a CPU with gloo: 1 minute)
+# About 2.5 minutes on two H200: bash benchmarks/gpu/two_gpus_ranks.sh     (SIZE=tiny on a CPU with gloo: 1 minute)
 . "$(dirname "$0")/common.sh"
 preset=h200
 [ "$SIZE" = tiny ] && preset=cpu

@@ -90,7 +90,7 @@ def collect(run: Path, size: Size) -> dict[str, Any]:
 
 def info(run: Path, size: Size) -> dict[str, Any]:
     found = {"model": findings.model_name(run), "served": findings.served(run)}
-    found |= {"seeds": size.score_seeds, "trials": size.trials}
+    found |= {"seeds": size.score_seeds, "trials": size.trials, "transfer_trials": size.transfer_trials}
     return found | {"size": dataclasses.asdict(size), "machine": machine.machine(run)}
 
 
@@ -279,6 +279,8 @@ def remarks(data: Mapping[str, Any]) -> list[str]:
     scored = "Nothing is scored yet"
     if info["model"]:
         scored = f"Model {info['model']}, {SAMPLED[info['served']]}, {info['trials']} per seed at temperature 1"
+    if data["transfer"]:
+        scored += f" ({info['transfer_trials']} in the table of environments)"
     lines += [f"{scored}, seeds {info['seeds']}; {minutes}; {versions}."]
     return lines
 
