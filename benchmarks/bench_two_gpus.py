@@ -6,10 +6,10 @@
 All servers that the parts need start side by side, with caches of fixed size; then the parts run one by one:
 ``killed``: a training run on two servers, one of which is killed (kill -9) in the middle of an iteration and started
 again: every iteration must be complete, and the server used again.
-``servers``: a server of the Qwen3-4B shape (random weights) on each GPU; tokens per second of multi-turn episodes with
-one and with both (``bench_rollouts.py``), as many in flight each time.
 ``layout``: a server on GPU 0, ``python -m train`` on GPU 1, one capability and then four: tokens/s, delivery time, idle
 share of each GPU (from nvidia-smi, once a second) and of each process (from metrics.jsonl).
+``servers``: a server of the Qwen3-4B shape (random weights) on each GPU; tokens per second of multi-turn episodes with
+one and with both (``bench_rollouts.py``), as many in flight each time.
 A part that fails leaves the others their turn. Without a GPU the same runs on the CPU with ``--size tiny``.
 """
 

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 from test_sampling_delivery import ROUNDING, logprobs
 
-from train.delivery import SCORED_TOKENS, compare_canary
+from train.delivery import SCORED_TOKENS, CanaryResult, compare_canary
+
+
+def healthy(runs: int, move: float) -> list[CanaryResult]:
+    """Verdicts on servers that run the new weights, whose log-probs lie ``move`` nats (rms) off the old ones."""
+    verdicts = []
+    for seed in range(runs):
+        old = logprobs(seed)
+        new = logprobs(seed + 1000, old, move)
+        verdicts.append(compare_canary(logprobs(seed + 2000, new, ROUNDING), new, old))
+    return verdicts
 
 
 def test_right_weights_pass_and_stale_ones_are_found() -> None:
@@ -22,21 +32,13 @@ def test_right_weights_pass_and_stale_ones_are_found() -> None:
 
 def test_a_step_smaller_than_the_rounding_decides_nothing() -> None:
     """Half of such comparisons come out the wrong way round by chance; none may stop a healthy run."""
-    verdicts = []
-    for seed in range(200):
-        old = logprobs(seed)
-        new = logprobs(seed + 1000, old, 0.002)
-        verdicts.append(compare_canary(logprobs(seed + 2000, new, ROUNDING), new, old))
+    verdicts = healthy(200, 0.002)
     assert not any(v.wrong or v.resolved for v in verdicts)
     assert 0.2 < sum(v.error_new > v.error_old for v in verdicts) / 200 < 0.8
 
 
 def test_no_false_alarm_where_the_comparison_is_decided() -> None:
-    verdicts = []
-    for seed in range(300):
-        old = logprobs(seed)
-        new = logprobs(seed + 1000, old, 0.2)
-        verdicts.append(compare_canary(logprobs(seed + 2000, new, ROUNDING), new, old))
+    verdicts = healthy(300, 0.2)
     assert sum(v.resolved for v in verdicts) > 200 and not any(v.wrong for v in verdicts)
 
 

@@ -376,7 +376,7 @@ class VllmEngine:
     ) -> list[float]:
         """Log-probs (temperature 1) of ``token_ids[i]`` for i in ``positions`` on one server, with a cache of its own.
 
-        Every position is a request of its own that may sample this token only. One request for the log-probs of the
+        Every position is a request of its own that is made to sample this token. One request for the log-probs of the
         whole prompt would say the same, but beside turns, of whomever, it kills a LoRA server: in vLLM 0.22-0.32 the
         LoRA kernel of the logits takes the sampled rows of the whole batch for rows of the prompt, and reads and writes
         outside of the prompt's logits where the batch has more of them. No client knows the turns that others are

@@ -57,12 +57,12 @@ def needed_files(run: Path, stages: Sequence[Stage], todo: set[str], size: Size)
     named: dict[Path, None] = {}
     others: dict[Path, None] = {}
     for stage in (s for s in stages if s.name in todo):
-        words = re.split(r"[,=]|\0", "\0".join(stage.command))
+        words = set(re.split(r"[,=]|\0", "\0".join(stage.command)))
         for need in (by_name[n] for n in stage.needs if n not in todo):
             for path in reversed(need.makes):
                 if path.is_relative_to(run / "training") or path == run / "routed":
                     continue  # checkpoints; an export is made again
-                found = named if {str(path), str(path.parent)} & set(words) else others
+                found = named if {str(path), str(path.parent)} & words else others
                 found |= dict.fromkeys(_files(path))
         if stage.name.startswith(("09_config_", "09_gate_")):
             named |= dict.fromkeys(_logs(run, size))
