@@ -60,8 +60,8 @@ def attach_adapter(model: Any, name: str, config: LoraConfig, seed: int) -> Peft
     plain, experts = _split_targets(model, targets)
     config = copy.deepcopy(config)  # peft rewrites the targets of some model types in place
     config.target_modules = set(plain)
-    gpus = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(gpus)):
+    # the device of this rank, also where the base is still on the CPU to be sharded; those of other ranks are not ours
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
         torch.manual_seed(seed)
         try:
             if isinstance(model, PeftModel):
