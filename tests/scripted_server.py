@@ -6,7 +6,7 @@ It runs in a thread of its own, so asynchronous tests, synchronous tests and sub
         ...  # server.url; server.requests holds what arrived
         server.fail = "500"   # refuse | 500 | 503 | hang | garbage | die_midway | None
 
-It behaves as vLLM does in what the project relies on: token ids in and out, LoRA by name, prompt log-probs, metrics.
+It behaves as vLLM does in what the project relies on: token ids in and out, LoRA by name, biased log-probs, metrics.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 Body = dict[str, Any]
@@ -42,18 +43,20 @@ class ScriptedServer:
     Args:
         completion: prompt ids and request body -> sampled ids. Default: the stop token alone.
         chat: messages and request body -> content, or a whole assistant message. Default: "ok".
-        prompt_logprob: (ids, model name) -> the log-prob of each prompt token, for canaries.
+        prompt_logprob: (ids, model name) -> the log-prob of each token, for canaries.
+        processed_logprobs: a log-prob of a token with a ``logit_bias`` is the one with it.
         logprob: (token, body) -> log-prob of a sampled token.
         edit: last word on a completion response, to make it wrong in a chosen way.
         fail_paths: only these paths fail when ``fail`` is set.
         fail_times: how many requests fail before ``fail`` clears itself; None = for ever.
         delay_s: wait before a completion is answered.
-        engines: data-parallel engines that ``/metrics`` shows, and ``others_running`` requests of somebody else.
+        engines: data-parallel engines that ``/metrics`` shows.
     """
 
     completion: Completion = lambda ids, body: [STOP]
     chat: Chat = lambda messages, body: "ok"
     prompt_logprob: Callable[[list[int], str], list[float]] = lambda ids, model: [-1.0] * len(ids)
+    processed_logprobs: bool = False
     logprob: Callable[[int, Body], float] = lambda token, body: -0.5
     edit: Callable[[dict[str, Any]], Any] = lambda response: response
     model: str = "scripted"
@@ -66,7 +69,6 @@ class ScriptedServer:
     delay_s: float = 0.0
     refuse_chat: Callable[[list[Body]], bool] = lambda messages: False  # which conversations leave no room
     engines: int = 1
-    others_running: int = 0
     lora_enabled: bool = True
     requests: list[tuple[str, Body]] = dataclasses.field(default_factory=list)
     adapters: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -173,7 +175,7 @@ class ScriptedServer:
         return web.Response()
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        running = float(self.others_running + self.in_flight)
+        running = float(self.in_flight)
         labels = [f'{{engine="{i}",model_name="{self.model}"}}' for i in range(self.engines)]
         rows = [f"vllm:num_requests_running{label} {running}" for label in labels]
         return web.Response(text="\n".join(rows) + "\n")
@@ -198,6 +200,17 @@ class ScriptedServer:
         finally:
             self.in_flight -= 1
 
+    def _biased(self, prompt: list[int], body: Body) -> tuple[int, float] | None:
+        """The token with a ``logit_bias`` and what is reported for it, when it is sampled: one other token, the stop
+        token, has the rest of the probability. fp32, as on a server."""
+        for name, bias in (body.get("logit_bias") or {}).items():
+            raw = np.float32(self.prompt_logprob([*prompt, int(name)], body["model"])[len(prompt)])
+            logits = np.float32([raw + np.float32(bias), np.log(-np.expm1(raw)) if raw < 0 else -200.0])
+            if logits[0] > logits[1]:
+                processed = logits[0] - np.logaddexp(*logits)
+                return int(name), float(min(np.float32(0.0), processed) if self.processed_logprobs else raw)
+        return None
+
     async def _completions(self, request: web.Request) -> web.Response:
         body = await request.json()  # read once by aiohttp, then kept
         if (refusal := self._unknown_model(body)) is not None:
@@ -207,13 +220,12 @@ class ScriptedServer:
         with self._counted():
             await asyncio.sleep(self.delay_s)
             prompt, limit = body["prompt"], body["max_tokens"]
-            forced = [int(token) for token, bias in (body.get("logit_bias") or {}).items() if bias == 100.0]
-            ids = forced[:1] or self.completion(prompt, body)
-            cut = len(ids) > limit or (len(ids) == limit and ids[-1] != STOP)
+            forced = self._biased(prompt, body)
+            ids = [forced[0]] if forced else self.completion(prompt, body)
+            stops = body.get("stop_token_ids", [STOP])
+            cut = len(ids) > limit or (len(ids) == limit and ids[-1] not in stops)
             ids = ids[:limit]
-        logprobs = [self.logprob(i, body) for i in ids]
-        if forced:
-            logprobs = [self.prompt_logprob([*prompt, *ids], body["model"])[len(prompt)]]
+        logprobs = [forced[1]] if forced else [self.logprob(i, body) for i in ids]
         choice: dict[str, Any] = {
             "index": 0,
             "text": "",
@@ -226,12 +238,6 @@ class ScriptedServer:
                 "top_logprobs": [{f"token_id:{i}": p} for i, p in zip(ids, logprobs, strict=True)],
             },
         }
-        if body.get("prompt_logprobs") is not None:
-            values = self.prompt_logprob(prompt, body["model"])
-            choice["prompt_logprobs"] = [
-                None if i == 0 else {str(t): {"logprob": p, "rank": 1, "decoded_token": ""}}
-                for i, (t, p) in enumerate(zip(prompt, values, strict=True))
-            ]
         answer = {"id": f"cmpl-{time.time_ns()}", "model": body["model"], "choices": [choice]}
         return web.json_response(self.edit(answer))
 

@@ -13,10 +13,8 @@ from train.vllm_engine import VllmEngine
 from train.vllm_protocol import (
     NonsenseAnswer,
     ServedModels,
-    count_requests,
     read_models,
     read_sample,
-    read_top_logprob,
 )
 
 GOOD: dict[str, Any] = {
@@ -39,7 +37,6 @@ def edited(**changes: Any) -> dict[str, Any]:
 
 def test_the_good_answer_is_read() -> None:
     assert read_sample(GOOD, [5], SamplingParams(4), [2]).logprobs == (-0.5,)
-    assert read_top_logprob(GOOD) == ("a", -0.5)
 
 
 @pytest.mark.parametrize(
@@ -51,23 +48,11 @@ def test_logprobs_of_a_wrong_kind(logprobs: Any) -> None:
         read_sample(edited(logprobs=logprobs), [5], SamplingParams(4), [2])
 
 
-@pytest.mark.parametrize("top", [{"a": -1.0}, [{"a": None}], [{"a": -1.0, "b": "x"}], [[]], "x", None])
-def test_top_logprobs_of_a_wrong_kind(top: Any) -> None:
-    with pytest.raises(NonsenseAnswer, match="logprobs"):
-        read_top_logprob(edited(logprobs={"top_logprobs": top}))
-
-
 @pytest.mark.parametrize("length", [0, -5, True, "4096", 2.5])
 def test_a_context_length_that_cannot_be(length: Any) -> None:
     """Believed, every turn would end as a context that is used up."""
     with pytest.raises(NonsenseAnswer, match="max_model_len"):
         read_models({"data": [{"id": "m", "max_model_len": length}]})
-
-
-@pytest.mark.parametrize("number", ["1.2.3", "+", "1e999", "NaN"])
-def test_metrics_that_are_no_numbers_say_nothing(number: str) -> None:
-    assert count_requests(f"vllm:num_requests_running {number}\n") is None
-    assert count_requests("vllm:num_requests_running 2.0\n") == 2
 
 
 async def test_a_root_that_is_no_path(tmp_path: Any) -> None:

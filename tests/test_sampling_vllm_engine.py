@@ -320,7 +320,7 @@ async def test_raw_logprobs_are_refused_at_another_temperature(scripted_server: 
 
 
 async def test_processed_logprobs_are_recognised_once_per_server(scripted_server: ScriptedServer) -> None:
-    scripted_server.logprob = lambda token, body: -0.5 * max(1.0, body["temperature"])
+    scripted_server.processed_logprobs = True
     async with open_engine(scripted_server) as engine:
         for _ in range(3):
             await engine.sample([5], SamplingParams(4, 0.7))

@@ -38,24 +38,34 @@ def collect_command(model: Path, url: str, out: Path) -> list[str]:
 
 
 def check_processed_logprobs(url: str, smollm2: Path) -> None:
-    """Log-probs at temperature 0.7 are those of the distribution that was sampled from."""
+    """Log-probs at temperature 0.7 are those of the distribution that was sampled from, and a sequence is scored at
+    temperature 1, beside turns."""
     codec = ChatCodec.from_model(str(smollm2))
     prompt = codec.prompt_ids([{"role": "user", "content": "Who wrote Hamlet?"}])
 
-    async def ask() -> Sample:
+    async def ask() -> tuple[Sample, list[float]]:
         engine = VllmEngine(url, str(smollm2), codec.stop_token_ids)
         try:
-            return await engine.sample(prompt, SamplingParams(24, 0.7, seed=1))
+            sample = await engine.sample(prompt, SamplingParams(24, 0.7, seed=1))
+            turns = [asyncio.create_task(engine.sample(prompt, SamplingParams(60))) for _ in range(4)]
+            await asyncio.sleep(0.5)
+            scores = await engine.score(engine.pool.servers[0], prompt, range(1, len(prompt)))
+            await asyncio.gather(*turns)
+            return sample, scores
         finally:
             await engine.close()
 
-    sample = asyncio.run(ask())
+    sample, scores = asyncio.run(ask())
     with torch.inference_mode():
         logits = load_model(str(smollm2), "bfloat16")(torch.tensor([[*prompt, *sample.token_ids]])).logits
     scaled = torch.log_softmax(logits[0, len(prompt) - 1 : -1].float() / 0.7, dim=-1)
     given = torch.tensor(sample.logprobs)
     assert (scaled.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0] - given).abs().mean() < 0.1
     assert sample.finish_reason in ("stop", "length")
+    plain = torch.log_softmax(logits[0, : len(prompt) - 1].float(), dim=-1)
+    plain = plain.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    assert plain.min() < -8.0 and plain.max() > -0.02, "tokens that are surely sampled, and some that never are"
+    assert (plain - torch.tensor(scores)).abs().mean() < 0.1
 
 
 def test_a_server_that_is_killed_under_training_and_collecting(
@@ -82,7 +92,8 @@ def test_a_server_that_is_killed_under_training_and_collecting(
     _, errors = collecting.communicate(timeout=240)
     assert collecting.returncode == 2, errors
     assert "error: no server answers" in errors.splitlines()[-1]
-    assert partial.read_text().count("\n") - 1 >= 7 and not out.exists()
+    assert partial.exists() and not out.exists(), f"the server ended before it was killed: {errors}"
+    assert partial.read_text().count("\n") - 1 >= 7
     _, errors = training.communicate(timeout=240)
     assert training.returncode == 2 and error_line(errors), errors[-2000:]
     done = len(runs.checkpoints("r", name))

@@ -12,7 +12,6 @@ import asyncio
 import collections
 import contextlib
 import secrets
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,27 +21,27 @@ from pipeline.files import InputError, ServerError, resolved
 from train.engine import Sample, SamplingParams
 from train.vllm_pool import PoolTimes, RefusedRequest, Server, ServerLost, ServerPool, TransientFault
 from train.vllm_protocol import (
+    FORCE,
     NonsenseAnswer,
     ServedModels,
     completion_request,
     count_engines,
-    count_requests,
     forced_request,
+    magnified,
     parse_base_urls,
     read_forced,
     read_models,
-    read_prompt_logprobs,
     read_sample,
-    read_top_logprob,
-    scoring_request,
+    without_bias,
 )
 
 MAX_TRIES = 5  # per turn, beside re-dispatch from servers that died
 MAX_TIMEOUTS = 2  # a request that ran into its deadline twice is not tried a third time
 LORA_REMEDY = "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
-PROBE_TEMPERATURE = 2.0  # the highest that servers take
-IDLE_WAIT_S = 60.0  # for the turns of others, where a check must run alone
-SAME_LOGPROB = 0.05  # two runs of one prompt in bf16 differ by less
+FIRST_BIAS = 4.0  # nats; enough for most tokens that were sampled, and nothing is magnified much
+SURE_BIAS = 3.0  # above what a token needs to be sampled
+MAX_MAGNIFIED = 100.0  # fp32 log-probs are good to some 4e-6, so what is read is good to 4e-4
+MAX_BIASES = 16
 
 
 def times_from_env(environ: Mapping[str, str]) -> PoolTimes:
@@ -192,9 +191,7 @@ class VllmEngine:
         while True:
             server = await self.pool.choose(prompt_ids, salt, avoid=failed)
             try:
-                await server.open.wait()
                 await self._check_logprobs(server, prompt_ids, params.temperature)
-                await server.open.wait()
                 payload = await self.pool.request(server, "POST", "/v1/completions", body)
                 sample = read_sample(payload, prompt_ids, params, self.stop_token_ids)
                 self.n_sampled_tokens += len(sample.token_ids)
@@ -237,23 +234,22 @@ class VllmEngine:
         """At temperature 1 and for greedy decoding raw log-probs are right; else the server must scale them."""
         if temperature in (0.0, 1.0) or not self.exact_logprobs:
             return
-        if server.processed_logprobs is None:
-            server.processed_logprobs = await self._scales_logprobs(server, prompt_ids)
-        if not server.processed_logprobs:
+        if not await self._processes_logprobs(server, self.model, prompt_ids, self._salts[None]):
             raise InputError(
                 f"{server.url}: log-probs are those of temperature 1, asked for {temperature:g}; start the server with "
                 "--logprobs-mode processed_logprobs, or use --temperature 1.0"
             )
 
-    async def _scales_logprobs(self, server: Server, prompt_ids: Sequence[int]) -> bool:
-        """Does the log-prob of the most probable token fall when the temperature rises?"""
-        found = []
-        for temperature in (0.0, PROBE_TEMPERATURE):
-            params = SamplingParams(1, temperature)
-            body = completion_request(self.model, prompt_ids, params, self.stop_token_ids, self._salts[None])
-            body["logprobs"] = 1
-            found.append(read_top_logprob(await self.pool.request_retrying(server, "POST", "/v1/completions", body))[1])
-        return abs(found[0] - found[1]) > SAME_LOGPROB
+    async def _processes_logprobs(self, server: Server, model: str, prompt_ids: Sequence[int], salt: str) -> bool:
+        """Are the server's log-probs those of the processed logits? Asked once.
+
+        Two tokens for one place are both certain only where the force counts.
+        """
+        if server.processed_logprobs is None:
+            token = prompt_ids[-1]
+            found = [await self._force(server, model, prompt_ids, t, salt) for t in (token, token - 1 if token else 1)]
+            server.processed_logprobs = found == [0.0, 0.0]
+        return server.processed_logprobs
 
     # ------------------------------------------------------------------ adapters
 
@@ -379,29 +375,20 @@ class VllmEngine:
         Every position is a request of its own that is made to sample this token. One request for the log-probs of the
         whole prompt would say the same, but beside turns, of whomever, it kills a LoRA server: in vLLM 0.22-0.32 the
         LoRA kernel of the logits takes the sampled rows of the whole batch for rows of the prompt, and reads and writes
-        outside of the prompt's logits where the batch has more of them. No client knows the turns that others are
-        about to send, so only a server whose log-probs are processed (those of forced tokens are all 0) is asked for
-        them, while it is idle: such a server must have one client only.
+        outside of the prompt's logits where the batch has more of them.
 
         Raises:
-            ServerError: the server fails, or is never idle where it must be; InputError: it does not know the adapter.
+            ServerError: the server fails; InputError: it does not know the adapter.
         """
         model, salt = adapter or self.model, secrets.token_hex(8)
         self.pool.note(server, "check", adapter=adapter)
         try:
-            if server.processed_logprobs:
-                everything = await self._score_alone(server, scoring_request(model, token_ids, salt), token_ids)
-                return [everything[i - 1] for i in positions]
             longest = max(positions)  # first, so that the others find their prompts computed
-            found = {longest: await self._force(server, model, token_ids, longest, salt)}
-            if server.processed_logprobs is None and found[longest] == 0.0:
-                # two tokens for one place are both certain only where the force counts
-                other = [*token_ids[:longest], token_ids[longest] - 1 if token_ids[longest] else 1]
-                server.processed_logprobs = await self._force(server, model, other, longest, salt) == 0.0
-                if server.processed_logprobs:
-                    return await self.score(server, token_ids, positions, adapter)
+            processed = await self._processes_logprobs(server, model, token_ids[:longest], salt)
+            read = self._force_lightly if processed else self._force
+            found = {longest: await read(server, model, token_ids[:longest], token_ids[longest], salt)}
             rest = [i for i in positions if i != longest]
-            scores = await asyncio.gather(*(self._force(server, model, token_ids, i, salt) for i in rest))
+            scores = await asyncio.gather(*(read(server, model, token_ids[:i], token_ids[i], salt) for i in rest))
             found |= dict(zip(rest, scores, strict=True))
             return [found[i] for i in positions]
         except RefusedRequest as error:
@@ -412,37 +399,42 @@ class VllmEngine:
         except (TransientFault, ServerLost, NonsenseAnswer) as error:
             raise ServerError(f"{server.url}: cannot score a sequence ({error})") from None
 
-    async def _force(self, server: Server, model: str, token_ids: Sequence[int], position: int, salt: str) -> float:
-        prompt, token = list(token_ids[:position]), token_ids[position]
-        body = forced_request(model, prompt, token, salt)
+    async def _force(self, server: Server, model: str, prompt_ids: Sequence[int], token: int, salt: str) -> float:
+        """What the server reports for ``token`` when nothing else can be sampled."""
+        found = await self._biased(server, model, prompt_ids, token, salt, FORCE)
+        if found is None:
+            raise NonsenseAnswer(f"logit_bias of {FORCE:g} on token {token}: {server.url} sampled another one")
+        return found
+
+    async def _force_lightly(
+        self, server: Server, model: str, prompt_ids: Sequence[int], token: int, salt: str
+    ) -> float:
+        """The log-prob of ``token`` from a server that reports it with the bias: the bias is taken off again.
+
+        With too little of it another token is sampled, with too much of it the log-prob is 0 in fp32.
+        """
+        low, high, bias = 0.0, FORCE, FIRST_BIAS
+        for _ in range(MAX_BIASES):
+            found = await self._biased(server, model, prompt_ids, token, salt, bias)
+            if found is None:
+                if bias == FORCE:
+                    break
+                low, bias = bias, min(2.0 * bias, (bias + high) / 2.0 if high < FORCE else FORCE)
+                continue
+            logprob = without_bias(found, bias)
+            if magnified(logprob, bias) <= MAX_MAGNIFIED:
+                return logprob
+            high = bias
+            guess = SURE_BIAS - logprob
+            bias = guess if found < 0.0 and low < guess < high else (low + high) / 2.0
+        raise NonsenseAnswer(f"logit_bias on token {token}: no bias up to {FORCE:g} tells its log-prob on {server.url}")
+
+    async def _biased(
+        self, server: Server, model: str, prompt_ids: Sequence[int], token: int, salt: str, bias: float
+    ) -> float | None:
+        prompt = list(prompt_ids)
+        body = forced_request(model, prompt, token, salt, bias)
         return read_forced(await self.pool.request_retrying(server, "POST", "/v1/completions", body), prompt, token)
-
-    async def _score_alone(self, server: Server, body: dict[str, Any], token_ids: Sequence[int]) -> list[float]:
-        """Prompt log-probs while nothing else runs on this server; new turns wait meanwhile."""
-        deadline = time.monotonic() + IDLE_WAIT_S
-        async with server.quiet:
-            server.open.clear()
-            try:
-                while server.in_flight:
-                    await asyncio.wait(set(server.in_flight))
-                while await self._running_requests(server):
-                    if time.monotonic() > deadline:
-                        raise ServerError(
-                            f"{server.url}: its log-probs are processed, so adapters are checked when nothing else "
-                            f"runs; others used it for {IDLE_WAIT_S:g} s; start it with --logprobs-mode raw_logprobs"
-                        )
-                    await asyncio.sleep(0.05)
-                payload = await self.pool.request_retrying(server, "POST", "/v1/completions", body)
-            finally:
-                server.open.set()
-        return read_prompt_logprobs(payload, token_ids)
-
-    async def _running_requests(self, server: Server) -> int | None:
-        """Requests that anybody has there now; None when the server does not say."""
-        try:
-            return count_requests(str(await self.pool.request(server, "GET", "/metrics", None, 30.0)))
-        except (RefusedRequest, TransientFault):
-            return None
 
     # ------------------------------------------------------------------ counting
 

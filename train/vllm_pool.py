@@ -58,19 +58,12 @@ class RefusedRequest(RuntimeError):
         self.status, self.detail = status, detail
 
 
-def _set_event() -> asyncio.Event:
-    event = asyncio.Event()
-    event.set()
-    return event
-
-
 @dataclasses.dataclass(eq=False)
 class Server:
     """One base URL.
 
     Args:
         adapters: what is loaded there, name -> folder.
-        open: may a turn be sent there now? ``quiet`` is held by whoever closes it.
         history: the last changes of adapters, (monotonic time, what).
     """
 
@@ -83,8 +76,6 @@ class Server:
     adapters: dict[str, str] = dataclasses.field(default_factory=dict)
     processed_logprobs: bool | None = None
     n_answered: int = 0
-    open: asyncio.Event = dataclasses.field(default_factory=_set_event)
-    quiet: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     history: list[tuple[float, str]] = dataclasses.field(default_factory=list)
 
     def doing(self) -> str:

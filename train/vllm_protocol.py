@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -88,43 +89,45 @@ def completion_request(
     return body
 
 
-def forced_request(model: str, prompt_ids: Sequence[int], token: int, salt: str) -> dict[str, Any]:
+def forced_request(
+    model: str, prompt_ids: Sequence[int], token: int, salt: str, bias: float = FORCE
+) -> dict[str, Any]:
     """The body that asks for the log-prob of ``token`` after ``prompt_ids``: its logit is raised until it is sampled.
 
-    Servers report the log-prob that it has without that (raw log-probs are taken before). ``allowed_token_ids`` would
-    say it more plainly, but in vLLM 0.22 with its second model runner (Qwen3) a kernel masks the allowed token too now
-    and then: it writes -inf everywhere and the token's logit back without a barrier between.
+    A server with raw log-probs reports the one that the token has without that, one with processed log-probs the one
+    with it: ``without_bias``. ``allowed_token_ids`` would say it more plainly, but in vLLM 0.22 with its second model
+    runner (Qwen3) a kernel masks the allowed token too now and then: it writes -inf everywhere and the token's logit
+    back without a barrier between.
     """
     body = completion_request(model, prompt_ids, SamplingParams(1, 0.0), (), salt)
-    return body | {"logit_bias": {str(token): FORCE}}
+    return body | {"logit_bias": {str(token): bias}}
 
 
-def read_forced(payload: Any, prompt_ids: Sequence[int], token: int) -> float:
-    """The log-prob in the answer to ``forced_request``.
+def read_forced(payload: Any, prompt_ids: Sequence[int], token: int) -> float | None:
+    """The log-prob in the answer to ``forced_request``; None where another token was sampled.
 
     Raises:
-        NonsenseAnswer: as in ``read_sample``, or another token was sampled.
+        NonsenseAnswer: as in ``read_sample``.
     """
     sample = read_sample(payload, prompt_ids, SamplingParams(1, 0.0), (token,))
-    if sample.token_ids != (token,):
-        raise NonsenseAnswer(f"logit_bias on {token}: the server sampled {list(sample.token_ids)}; {KNOWS_IDS}")
-    return sample.logprobs[0]
+    return sample.logprobs[0] if sample.token_ids == (token,) else None
 
 
-def scoring_request(model: str, token_ids: Sequence[int], salt: str) -> dict[str, Any]:
-    """The body that asks for the log-prob of every given token (one more is sampled, as the server demands).
+def without_bias(logprob: float, bias: float) -> float:
+    """The log-prob of a token from the one that it has with ``bias`` (nats) on its logit.
 
-    Only for a server that does nothing else meanwhile: see ``VllmEngine.score``.
+    A bias moves the log-odds of a token by exactly that much: log(p / (1 - p)) = log(q / (1 - q)) - bias. Rounding of
+    ``logprob`` is magnified by (1 - p) / (1 - q), see ``magnified``. 0 stays 0: as certain as fp32 can tell.
     """
-    return {
-        "model": model,
-        "prompt": list(token_ids),
-        "max_tokens": 1,
-        "temperature": 0.0,
-        "prompt_logprobs": 0,
-        "return_token_ids": True,
-        "cache_salt": salt,
-    }
+    if logprob >= 0.0:
+        return 0.0
+    log_odds = logprob - math.log(-math.expm1(logprob)) - bias
+    return -math.log1p(math.exp(-log_odds)) if log_odds > -700.0 else log_odds
+
+
+def magnified(logprob: float, bias: float) -> float:
+    """How many times a rounding error of the biased log-prob is larger in ``logprob``: 1 + p (exp(bias) - 1)."""
+    return 1.0 + math.exp(logprob) * math.expm1(bias)
 
 
 def only_choice(payload: Any) -> dict[str, Any]:
@@ -189,33 +192,6 @@ def _checked_logprobs(values: Any, count: int) -> tuple[float, ...]:
     return tuple(min(0.0, float(v)) for v in values)
 
 
-def read_prompt_logprobs(payload: Any, token_ids: Sequence[int]) -> list[float]:
-    """Log-probs of ``token_ids[1:]`` given what stands before each. Length: ``len(token_ids) - 1``.
-
-    Raises:
-        NonsenseAnswer: as in ``read_sample``.
-    """
-    rows = only_choice(payload).get("prompt_logprobs")
-    if not isinstance(rows, list) or len(rows) != len(token_ids):
-        raise NonsenseAnswer(f"prompt_logprobs: expected {len(token_ids)} entries, found {str(rows)[:60]!r}")
-    values = []
-    for token, row in zip(token_ids[1:], rows[1:], strict=True):
-        entry = row.get(str(token)) if isinstance(row, dict) else None
-        values.append(entry.get("logprob") if isinstance(entry, dict) else None)
-    return list(_checked_logprobs(values, len(token_ids) - 1))
-
-
-def read_top_logprob(payload: Any) -> tuple[str, float]:
-    """The most probable first token and its log-prob, from a response with ``logprobs: 1``."""
-    rows = _part(only_choice(payload), "logprobs").get("top_logprobs")
-    top = rows[0] if isinstance(rows, list) and rows else None
-    if not isinstance(top, dict) or not top:
-        raise NonsenseAnswer("top_logprobs are missing")
-    values = dict(zip(top, _checked_logprobs(list(top.values()), len(top)), strict=True))
-    token = max(values, key=lambda t: values[t])
-    return token, values[token]
-
-
 def read_models(payload: Any) -> ServedModels:
     """What ``/v1/models`` lists.
 
@@ -242,15 +218,6 @@ def count_engines(metrics: str) -> int | None:
     """Data-parallel engines behind one URL, read from ``/metrics``; None when the server does not say."""
     labels = re.findall(r'^vllm:num_requests_running\{[^}]*engine="(\d+)"', metrics, re.MULTILINE)
     return len(set(labels)) or None
-
-
-def count_requests(metrics: str) -> int | None:
-    """Requests running or waiting, read from ``/metrics``; None when the server does not say."""
-    found = re.findall(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? +(\S+)$", metrics, re.MULTILINE)
-    try:
-        return round(sum(map(float, found))) if found else None
-    except (ValueError, OverflowError):  # not a number, NaN, infinite
-        return None
 
 
 def error_message(status: int, text: str) -> str:
