@@ -47,7 +47,7 @@ demo: setup
 test: setup $(VENV)/.tests_installed .venv-agents/.installed
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not server and not slow" tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "slow and not server" tests
-	$(PY) -m pytest -q -n 2 --dist loadfile -m server tests
+	$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m server tests
 
 lint: $(VENV)/.tests_installed
 	$(PY) -m ruff check .

@@ -18,10 +18,13 @@ from typing import Any
 
 import hypothesis
 import pytest
-from scripted_server import ScriptedServer, free_port
+from scripted_server import ScriptedServer
+
+from pipeline.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVER_START_S = 240.0
+LONGEST = "test_train_server_killed.py"
 # Blocks of 32 tokens, so that short prompts are found in the prefix cache (the CPU default is 128); whole prompts in
 # one step; a LoRA rank no higher than needed, since the CPU kernels pay for every unused one.
 VLLM_FLAGS = (
@@ -40,6 +43,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Shared and slow machines: a deadline per example would measure the machine, not the code.
 hypothesis.settings.register_profile("trace", deadline=None)
 hypothesis.settings.load_profile("trace")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The file that takes longest first: last, it would run alone on its worker while the other has nothing to do."""
+    items.sort(key=lambda item: item.path.name != LONGEST)
 
 
 @pytest.fixture(scope="session")
@@ -96,15 +104,15 @@ def wait_for_health(process: subprocess.Popen[bytes], url: str, log: Path, limit
     pytest.fail(f"vLLM did not answer within {limit_s:.0f} s:\n{log.read_text(errors='replace')[-3000:]}")
 
 
-def stop_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and every child that it left in its group."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
+def stop_group(process: subprocess.Popen[bytes], grace_s: float = 5.0) -> None:
+    """End a process and every child that it left in its group; with ``grace_s=0`` as kill -9 does."""
+    for sign in (signal.SIGTERM, signal.SIGKILL) if grace_s else (signal.SIGKILL,):
         try:
             os.killpg(process.pid, sign)
         except ProcessLookupError:
             break
         try:
-            process.wait(15)
+            process.wait(grace_s or 15)
         except subprocess.TimeoutExpired:
             continue
     process.wait(15)

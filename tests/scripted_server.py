@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -23,17 +22,13 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
+from pipeline.ports import free_port
+
 Body = dict[str, Any]
 Completion = Callable[[list[int], Body], list[int]]
 Chat = Callable[[list[dict[str, Any]], Body], dict[str, Any] | str]
 
 STOP = 2  # end of turn of the model under test
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclasses.dataclass

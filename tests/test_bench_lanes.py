@@ -1,4 +1,4 @@
-"""The job of two GPUs in lanes: what it refuses, what it leaves out, and that a failure is in its exit code."""
+"""The jobs of one or two GPUs in lanes: what it refuses, what it leaves out, and that a failure is in its exit code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def jobs(tmp_path: Path) -> Path:
         (folder / name).write_text((ROOT / "benchmarks/gpu" / name).read_text())
     for name in JOBS:
         (folder / f"{name}.sh").write_text(
-            f"echo {name} ${{LIMIT_S:-}}${{TOTAL_S:-}} >>$OUT/../calls\nexit ${{CODE_{name}:-0}}\n"
+            f"echo {name} ${{LIMIT_S:-}}${{TOTAL_S:-}} >>$OUT/../calls\n"
+            f"echo {name} ${{CUDA_VISIBLE_DEVICES:-all}} >>$OUT/../gpus\n"
+            f"sleep ${{SLEEP_{name}:-0}}\nexit ${{CODE_{name}:-0}}\n"
         )
         for out in ("session", "helpdesk", "two_gpus", "ranks"):
             (tmp_path / "out" / out).mkdir(parents=True, exist_ok=True)
@@ -30,8 +32,9 @@ def jobs(tmp_path: Path) -> Path:
 
 
 def lanes(jobs: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if k not in ("LANES", "END", "LIMIT_S", "TOTAL_S", "WORK", "SESSION_S")}
-    env |= {"OUT": str(jobs / "out"), "SIZE": "tiny"} | more
+    given = ("LANES", "END", "LIMIT_S", "TOTAL_S", "WORK", "SESSION_S", "HELPDESK_S")
+    env = {k: v for k, v in os.environ.items() if k not in given}
+    env |= {"OUT": str(jobs / "out"), "SIZE": "tiny", "GPUS": "2"} | more
     return subprocess.run(
         ["bash", str(jobs / "benchmarks/gpu/lanes.sh")], env=env, capture_output=True, text=True, timeout=60
     )
@@ -48,6 +51,24 @@ def test_every_part_has_its_turn_and_ends_in_time(jobs: Path) -> None:
     found = calls(jobs)
     assert set(found) == set(JOBS) and all(100 < seconds < 200 for seconds in found.values())
     assert (jobs / "out/lanes.txt").read_text().count("ended with 0") == 4
+
+
+def test_on_one_gpu_the_parts_that_fit_come_in_turn(jobs: Path) -> None:
+    done = lanes(jobs, GPUS="1", END=str(int(time.time()) + 1000), SLEEP_session="2")
+    found = calls(jobs)
+    assert list(found) == ["session", "helpdesk"], "one after the other"
+    assert 200 < found["session"] <= 240, "what the evidence run needs is kept"
+    assert 900 < found["helpdesk"] <= 938, "what the session did not use is its own"
+    assert set((jobs / "out/gpus").read_text().split("\n")[:-1]) == {"session 0", "helpdesk 0"}
+    told = (jobs / "out/lanes.txt").read_text()
+    assert done.returncode == 1 and told.count("left out: one GPU is here, it needs two") == 2
+
+
+def test_on_one_gpu_the_evidence_run_comes_first_where_time_is_short(jobs: Path) -> None:
+    done = lanes(jobs, GPUS="1", LANES="session,helpdesk", END=str(int(time.time()) + 700))
+    assert done.returncode == 1 and list(calls(jobs)) == ["helpdesk"]
+    assert "session left out: " in (jobs / "out/lanes.txt").read_text()
+    assert lanes(jobs, GPUS="1", LANES="session", END=str(int(time.time()) + 700)).returncode == 0
 
 
 @pytest.mark.parametrize("job", JOBS)

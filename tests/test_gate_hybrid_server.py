@@ -22,7 +22,8 @@ import pytest
 import torch
 import vision_stand_in
 from conftest import ROOT, stop_group, wait_for_health
-from scripted_server import free_port
+
+from pipeline.ports import free_port
 
 sys.path.insert(0, str(ROOT))
 

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import stop_group, wait_for_health
-from scripted_server import free_port
 from swe_run_helpers import needs_agents, phase_6_of_routed, read
 from test_stage1_run_agent import mini_program
 
+from pipeline.ports import free_port
 from pipeline.records import read_summaries
 
 pytestmark = pytest.mark.server

@@ -13,10 +13,11 @@ import tiny_game
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine, right_answer
-from scripted_server import ScriptedServer, free_port
+from scripted_server import ScriptedServer
 
 from game_registry import AgentError, Failed, GameSpec
 from pipeline.files import InputError
+from pipeline.ports import free_port
 from train.adapter_folder import as_folders, parse_adapters, unpack_file
 from train.chat import ChatCodec
 from train.engines import EngineOptions, OpenEngine, add_engine_flags, attach_adapter, engine_options, open_engine

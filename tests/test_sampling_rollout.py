@@ -16,10 +16,11 @@ import pytest
 import tiny_game
 from conftest import ROOT
 from scripted_engine import ScriptedEngine, right_answer
-from scripted_server import ScriptedServer, free_port
+from scripted_server import ScriptedServer
 
 from game_registry import AgentError, GameError, GameSpec
 from pipeline.files import InputError, ServerError, read_json
+from pipeline.ports import free_port
 from pipeline.rollout_schema import load_rollouts
 from train import collect_rollouts, rollout
 from train.chat import ChatCodec

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_server import ScriptedServer, free_port
+from scripted_server import ScriptedServer
 
 from game_registry import AgentError
 from pipeline.files import InputError, ServerError
+from pipeline.ports import free_port
 from train.engine import SamplingParams
 from train.vllm_engine import VllmEngine, times_from_env
 from train.vllm_pool import PoolTimes

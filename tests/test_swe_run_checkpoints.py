@@ -13,11 +13,12 @@ import run_checks
 import run_dataset
 import run_server
 from run_settings import RunSettings, load_settings, server_flag
-from scripted_server import ScriptedServer, free_port
+from scripted_server import ScriptedServer
 from swe_phase_helpers import Run
 from swe_run_helpers import ROOT, settings_data, write_config
 
 from pipeline.files import InputError
+from pipeline.ports import free_port
 
 
 def settings(url: str = "http://127.0.0.1:9", args: str = "", **sections: Any) -> RunSettings:

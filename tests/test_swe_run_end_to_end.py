@@ -30,11 +30,12 @@ from run_folder import RunFolder
 from run_scripted_model import MAX_MODEL_LEN
 from run_scripted_model import scripted_server as scripted_model
 from run_settings import RunSettings, load_settings
-from scripted_server import ScriptedServer, free_port
+from scripted_server import ScriptedServer
 from stage1_helpers import Done, run_main
 from swe_run_helpers import MINIATURE, PHASES, ROOT, environment, needs_agents, phase, read, settings_data, write_config
 
 from pipeline.files import InputError, ServerError
+from pipeline.ports import free_port
 from pipeline.readers.coding_agents import read_mini
 
 LEDGER, SEMRANGE, FILTER = "mini__ledger-1", "mini__semrange-6", "mini__filterql-8"

@@ -24,7 +24,7 @@ from run_checks import startable
 from run_folder import RunFolder, make_split
 from run_grading import read_predictions
 from run_settings import DEFAULT_CONFIG, RunSettings, load_settings
-from scripted_server import ScriptedServer, free_port
+from scripted_server import ScriptedServer
 from swe_run_helpers import (
     PHASES,
     ROOT,
@@ -39,6 +39,7 @@ from swe_run_helpers import (
 )
 
 from pipeline.files import InputError, ServerError
+from pipeline.ports import free_port
 from pipeline.split import part_of
 
 REAL = "trajectories/swebench"

@@ -7,7 +7,6 @@ import random
 import resource
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from train_runs import Runs, error_line
 
 from game_registry import GameError
 from pipeline.files import InputError, ServerError, read_jsonl, run_cli
+from pipeline.ports import free_port
 from train.__main__ import main
 from train.distributed import PeerLost, Ranks
 from train.grpo import Worker
@@ -413,10 +413,8 @@ def test_torchrun_with_two_ranks_equals_one_process(runs: Runs) -> None:
 
 def two_ranks(runs: Runs, *flags: str, modules: str = "train_games") -> list[tuple[int, str]]:
     """Exit code and stderr of both ranks, started without a launcher, so that each can be looked at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "TRACE_GAME_MODULES": modules}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    shared |= {"TRACE_GAME_MODULES": modules}
     ranks = [runs.start("r", *flags, RANK=str(r), LOCAL_RANK=str(r), **shared) for r in range(2)]
     errors = [p.communicate(timeout=240)[1] for p in ranks]
     return [(p.returncode, err) for p, err in zip(ranks, errors, strict=True)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from sharding_case import CASES, run_case
 from tiny_models import tiny_model
 
 from pipeline.files import InputError
+from pipeline.ports import free_port
 from train.distributed import Ranks
 from train.learner import idle_passes
 from train.local_engine import load_model
@@ -23,12 +23,6 @@ from train.packing import Pack, TokenSequence, build_pack
 from train.sharding import is_sharded, skeleton
 
 HERE = Path(__file__).resolve().parent
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

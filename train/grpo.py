@@ -139,8 +139,8 @@ class Trainer:
         self._checkpoint_point(learner)
         idle = IdleMeter(self._sampling, self._training)
         try:
-            if learner.version > 0 and learner.iteration < self.config.max_iters and not learner.solved:
-                await self._deliver(learner)
+            if learner.iteration < self.config.max_iters and not learner.solved:
+                await (self._deliver(learner) if learner.version > 0 else self._try_delivery(learner))
             while learner.iteration < self.config.max_iters and not learner.solved:
                 await self._iteration(learner, idle)
         except (InputError, ServerError, GameError, BaseExceptionGroup, asyncio.CancelledError):
@@ -297,6 +297,24 @@ class Trainer:
             learner.empty_iterations = learner.nonfinite_iterations = 0  # whoever resumes has done something about it
             self._checkpoint_point(learner)
             raise TrainingStopped(f"{name}: {why}")
+
+    async def _try_delivery(self, learner: Learner) -> None:
+        """Have the servers take the untrained adapter, and forget it.
+
+        One that cannot (LoRA off, a rank above its limit, targets that it does not know, a folder that it does not see)
+        stops the run now and not after an iteration.
+        """
+        if self._local:
+            return
+        name = f"{learner.name}@v{learner.version}"
+        folder = self.folder.resolve() / "adapters" / name
+        dtype = _model_dtype(learner.model)
+        try:
+            await _in_thread(lambda: write_adapter_folder(learner.model, learner.name, folder, dtype=dtype))
+            await self.sampler.engine.load_adapter(name, str(folder))
+            await self.sampler.engine.unload_adapter(name)
+        finally:
+            await _in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
 
     async def _deliver(self, learner: Learner) -> dict[str, float]:
         """Make the newest weights what the sampler uses for this learner from now on. Returns the seconds it took and

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from scheduler import die_with_parent
 
 from pipeline.files import ServerError, run_cli
+from pipeline.ports import free_port
 
 START_S = 300.0
 PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "moe_gate.vllm_plugin:register"
@@ -50,9 +50,7 @@ def server(model: str, flags: list[str]) -> Iterator[str]:
     Raises:
         ServerError: it did not come up; the last lines of its log are in the message.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, "VLLM_NO_USAGE_STATS": "1"}
     with tempfile.NamedTemporaryFile(prefix="vllm_", suffix=".log") as log, tempfile.TemporaryDirectory() as folder:

@@ -31,6 +31,7 @@ from steps import ending_with_us, shown
 
 from pipeline.command_line import Parser
 from pipeline.files import InputError, resolved, run_cli, write_json, write_text
+from pipeline.ports import free_port
 
 HERE = Path(__file__).resolve().parent
 CONFIG = ROOT / "configs" / "swebench_miniature.yaml"
@@ -74,7 +75,7 @@ def has_vllm() -> bool:
 @contextlib.contextmanager
 def scripted_model(log: Path, name: str) -> Iterator[str]:
     """The scripted model as a process of its own; its URL. It ends with the block, by its process id."""
-    port = run_server.free_port()
+    port = free_port()
     command = [sys.executable, str(HERE / "run_scripted_model.py"), "--port", str(port), "--model", name]
     if (SMOLLM2 / "tokenizer.json").exists():
         command += ["--tokenizer", str(SMOLLM2)]
@@ -125,7 +126,7 @@ def with_real_model(run_dir: Path) -> int:
     """Phase 1 with SmolLM2 on a vLLM server of our own. It solves nothing; the point is that the path is real."""
     if not (SMOLLM2 / "config.json").exists():
         raise InputError(f"{SMOLLM2}: not found; make setup")
-    port = run_server.free_port()
+    port = free_port()
     settings = load_settings(CONFIG).model_dump(mode="json", exclude_defaults=True)
     settings["model"] |= {"name": str(SMOLLM2), "base_url": f"http://127.0.0.1:{port}"}
     settings["server"]["args"] += f" --port {port}"  # the last one counts

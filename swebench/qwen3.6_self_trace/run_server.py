@@ -15,7 +15,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,6 +30,7 @@ from run_settings import RunSettings, ServerSettings, server_flag
 from steps import ending_with_us
 
 from pipeline.files import InputError, ServerError, run_cli
+from pipeline.ports import free_port
 
 PROBE_TIMEOUT_S = 10.0
 ANSWER_BYTES = 16 << 20  # no list of models is longer
@@ -164,13 +164,6 @@ def beside(settings: RunSettings, configured: RunSettings) -> RunSettings:
     model = model.model_copy(update={"base_url": f"{parts.scheme}://{parts.hostname}:{port}"})
     server = settings.server.model_copy(update={"args": f"{settings.server.args} --port {port}"})  # the last one counts
     return own.model_copy(update={"model": model, "server": server})
-
-
-def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def without_adapters(flags: Sequence[str]) -> list[str]:
