@@ -54,7 +54,7 @@ def timed(
         rows += len(ids) if ids.shape[1] == 1 else 0
         return original(ids, *rest)
 
-    engine._forward = forward  # type: ignore[method-assign]
+    engine._forward = forward  # type: ignore[method-assign, assignment]
     try:
         begin = time.perf_counter()
         samples: list[Sample] = engine.generate(requests, adapter)

@@ -168,7 +168,7 @@ def measure_hf(
     ids = torch.randint(10, vocabulary, (size.batch, size.tokens), device=device)
     with torch.no_grad():
         prefill = interleaved(
-            {n: lambda m=m: m(input_ids=ids, logits_to_keep=1, use_cache=False) for n, m in models.items()},
+            {n: functools.partial(m, input_ids=ids, logits_to_keep=1, use_cache=False) for n, m in models.items()},
             size.repetitions,
             device,
         )
@@ -188,7 +188,7 @@ def measure_hf(
         decode = interleaved(
             {n: decoder(m, ids, size.decode_steps) for n, m in models.items()}, size.repetitions, device
         )
-    used = trace_routes(models["routed"], ids[0].tolist()).unique().tolist()
+    used = trace_routes(models["routed"], ids[0].tolist()).unique().tolist()  # type: ignore[no-untyped-call]
     memory = {
         n: sum(p.numel() * p.element_size() for p in m.parameters()) for n, m in models.items() if n != "peft_arrow"
     }

@@ -397,7 +397,7 @@ def run_attention(preset: Preset, device: str) -> dict[str, Any]:
         def rectangle(backend: Any = backend, causal: bool = False, rows: tuple[int, int] = (cut, n)) -> Any:
             with sdpa_kernel(backend):
                 out = torch.nn.functional.scaled_dot_product_attention(
-                    heads(q, *rows), heads(k, 0, cut), heads(v, 0, cut), is_causal=causal, enable_gqa=True
+                    heads(q, *rows), heads(k, 0, cut), heads(v, 0, cut), is_causal=causal, enable_gqa=True  # type: ignore[no-untyped-call]
                 )
             return out[0].transpose(0, 1)
 

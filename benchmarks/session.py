@@ -32,10 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.bench_capabilities import machine
 from benchmarks.gate_engine import ready_file
-from benchmarks.serving import end, free_port
+from benchmarks.serving import end
 from benchmarks.session_plan import Plan, Task, choose, needed, session_plan
 from benchmarks.session_report import publish, table
 from pipeline.files import InputError, atomic_path, read_json, run_cli, write_json
+from pipeline.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVICE_LIMIT_S = 330.0

@@ -200,9 +200,9 @@ class ScriptedServer:
         token, has the rest of the probability. fp32, as on a server."""
         for name, bias in (body.get("logit_bias") or {}).items():
             raw = np.float32(self.prompt_logprob([*prompt, int(name)], body["model"])[len(prompt)])
-            logits = np.float32([raw + np.float32(bias), np.log(-np.expm1(raw)) if raw < 0 else -200.0])
-            if logits[0] > logits[1]:
-                processed = logits[0] - np.logaddexp(*logits)
+            ours, other = raw + np.float32(bias), np.float32(np.log(-np.expm1(raw)) if raw < 0 else -200.0)
+            if ours > other:
+                processed = ours - np.logaddexp(ours, other)
                 return int(name), float(min(np.float32(0.0), processed) if self.processed_logprobs else raw)
         return None
 

@@ -89,7 +89,7 @@ def collect(run: Path, size: Size) -> dict[str, Any]:
 
 
 def info(run: Path, size: Size) -> dict[str, Any]:
-    found = {"model": findings.model_name(run), "served": findings.served(run)}
+    found: dict[str, Any] = {"model": findings.model_name(run), "served": findings.served(run)}
     found |= {"seeds": size.score_seeds, "trials": size.trials, "transfer_trials": size.transfer_trials}
     return found | {"size": dataclasses.asdict(size), "machine": machine.machine(run)}
 

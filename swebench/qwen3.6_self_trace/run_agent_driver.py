@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
 
@@ -26,7 +26,7 @@ def read_jobs(source: TextIO, jobs: "queue.Queue[str]") -> None:
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
-def stop_what_was_started(made: list) -> None:
+def stop_what_was_started(made: list[Any]) -> None:
     """Stop what does not stop by itself: nothing in the package ends a Modal sandbox before its time is up."""
     for environment in made:
         if hasattr(environment, "stop"):
@@ -45,9 +45,14 @@ def run(path: Path) -> None:
         from minisweagent.run.benchmarks import swebench
         from minisweagent.run.benchmarks.utils.batch_progress import RunBatchProgressManager
 
-        made: list = []
+        made: list[Any] = []
         make = swebench.get_sb_environment
-        swebench.get_sb_environment = lambda *arguments: made.append(make(*arguments)) or made[-1]
+
+        def make_noted(*arguments: Any) -> Any:
+            made.append(make(*arguments))
+            return made[-1]
+
+        swebench.get_sb_environment = make_noted
         output = Path(job["output"])
         output.mkdir(parents=True, exist_ok=True)
         try:

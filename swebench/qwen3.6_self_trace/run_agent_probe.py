@@ -12,6 +12,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from minisweagent.agents.default import AgentConfig
 from minisweagent.environments import _ENVIRONMENT_MAPPING
@@ -32,7 +33,7 @@ def has_model_class(name: str) -> bool:
     return last in named | {a.asname or a.name for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names}
 
 
-def environment(config: dict) -> dict:
+def environment(config: dict[str, Any]) -> dict[str, Any]:
     """The keys that an environment's settings know, or why there would be none."""
     name = config.pop("environment_class")
     module, _, last = _ENVIRONMENT_MAPPING.get(name, name).rpartition(".")

@@ -16,9 +16,10 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 
-def write_scripts(job: dict, folders: dict) -> None:
+def write_scripts(job: dict[str, Any], folders: dict[str, Path]) -> None:
     from swebench.harness.utils import make_test_spec
 
     for row in job["instances"]:
@@ -27,7 +28,7 @@ def write_scripts(job: dict, folders: dict) -> None:
             (folder / "eval.sh").write_text(make_test_spec(row).eval_script, encoding="utf-8")
 
 
-def write_reports(job: dict, folders: dict) -> None:
+def write_reports(job: dict[str, Any], folders: dict[str, Path]) -> None:
     from swebench.harness.constants import LOG_REPORT, LOG_TEST_OUTPUT
     from swebench.harness.grading import get_eval_report
     from swebench.harness.reporting import make_run_report
@@ -46,12 +47,12 @@ def write_reports(job: dict, folders: dict) -> None:
         make_run_report(job["predictions"], job["instances"], job["run_id"])
 
 
-def print_reports(job: dict, folders: dict) -> None:
+def print_reports(job: dict[str, Any], folders: dict[str, Path]) -> None:
     from swebench.harness.constants import LOG_TEST_OUTPUT
     from swebench.harness.grading import get_eval_report
     from swebench.harness.utils import make_test_spec
 
-    found: dict = {}
+    found: dict[str, Any] = {}
     for row in job["instances"]:
         output = folders.get(row["instance_id"], Path("/nowhere")) / LOG_TEST_OUTPUT
         if output.exists():
