@@ -170,7 +170,8 @@ def random_adapter(model: str, folder: Path, rank: int) -> int:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from train.lora import ALL_LINEARS, write_peft_folder
+    from train.config import ALL_LINEARS
+    from train.lora import write_peft_folder
 
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))

@@ -203,7 +203,7 @@ def local_runs(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in ("VLLM_BASE_URLS", "VLLM_BASE_URL", "VLLM_MODEL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr("train.__main__.torch.set_num_threads", lambda n: None)
+    monkeypatch.setattr("train.run.torch.set_num_threads", lambda n: None)
     torch.set_num_threads(1)
     return Runs(model_folder, tmp_path, monkeypatch)
 

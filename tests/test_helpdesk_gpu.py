@@ -133,7 +133,7 @@ def test_the_training_settings_are_valid(tmp_path: Path, monkeypatch: pytest.Mon
 def test_direct_trains_on_the_mined_tasks_and_no_other_run_does(
     tmp_path: Path, size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from train.__main__ import _train_seeds
+    from train.__main__ import train_seeds
     from train.config import build_parser, load_config
 
     monkeypatch.chdir(ROOT)
@@ -142,7 +142,7 @@ def test_direct_trains_on_the_mined_tasks_and_no_other_run_does(
     first, number = int(flag(mined, "--seed-start")), int(flag(mined, "--num-seeds"))
     for key in ("train", "direct", "joint", "others"):
         arguments = list(stages[f"07_train_{key}"].command[3:])
-        seeds = _train_seeds(load_config(vars(build_parser().parse_args(arguments)), {}))  # refuses too few tasks
+        seeds = train_seeds(load_config(vars(build_parser().parse_args(arguments)), {}))  # refuses too few tasks
         assert seeds == (range(first, first + number) if key == "direct" else range(0))
 
 
@@ -154,7 +154,7 @@ def test_the_gate_after_grpo_is_scored_when_there_is_one(tmp_path: Path) -> None
 
 
 def test_scored_seeds_are_never_mined_or_trained_on() -> None:
-    from train.learner import FIRST_TRAIN_SEED
+    from train.config import FIRST_TRAIN_SEED
 
     for size in SIZES.values():
         first, end = map(int, size.score_seeds.split(":"))

@@ -19,7 +19,8 @@ from swe_phase_helpers import PHASES
 from tiny_models import tiny_model
 
 from pipeline.files import InputError
-from train.lora import ALL_LINEARS, attach_adapter, lora_config
+from train.config import ALL_LINEARS
+from train.lora import attach_adapter, lora_config
 
 QWEN3_30B = {"hidden_size": 2048, "num_hidden_layers": 48}
 

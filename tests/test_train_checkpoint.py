@@ -16,7 +16,7 @@ from tiny_models import tiny_model
 from train_helpers import adapter_copy, largest_change, tiny_learners, update_config
 
 from pipeline.files import InputError
-from train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from train.checkpoint import load_checkpoint, save_checkpoint
 from train.learner import Learner
 from train.lora import (
     attach_adapter,
@@ -28,6 +28,7 @@ from train.lora import (
     save_tensors,
     write_adapter_folder,
 )
+from train.run_log import list_checkpoints
 
 SETTINGS = {"model": "tiny", "games": {"first": "capability_first"}, "lora_rank": 4}
 

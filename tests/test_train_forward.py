@@ -15,10 +15,11 @@ from pipeline.files import InputError
 from train import kernels
 from train import tree_attention as tree_attention_module
 from train.checkpointing import RESERVE, bytes_per_token, layers_to_checkpoint
+from train.config import ALL_LINEARS
 from train.expert_lora import ExpertsLora, grouped_outer, grouped_product
 from train.fast_lora import AdaptedLinear, UnsupportedLayer, normed_projections, projection, swiglu_projection
 from train.forward import action_logprobs, head_weight, make_packs
-from train.lora import ALL_LINEARS, adapter_parameters, adapter_state, attach_adapter, lora_config
+from train.lora import adapter_parameters, adapter_state, attach_adapter, lora_config
 from train.packing import Pack, TokenSequence, build_pack
 from train.tree_attention import (
     KEPT_WEIGHTS,

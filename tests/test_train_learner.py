@@ -33,8 +33,9 @@ from train_helpers import (
 from game_registry import GameMix
 from pipeline.files import InputError
 from train.chat import ChatCodec
+from train.config import FIRST_TRAIN_SEED
 from train.engine import SamplingParams
-from train.learner import FIRST_TRAIN_SEED, Learner, TrainItem, items_of_groups, shares_of_ranks
+from train.learner import Learner, TrainItem, items_of_groups, shares_of_ranks
 from train.local_engine import LocalEngine
 from train.lora import adapter_parameters, attach_adapter, lora_config
 from train.losses import group_advantages

@@ -18,9 +18,9 @@ from tiny_server import TinyServer
 from train_runs import Runs
 
 from pipeline.files import InputError
-from train.__main__ import _check_sharding
 from train.config import load_config
 from train.distributed import Ranks
+from train.run import _check_sharding
 from train.sharding import shard_base
 
 BOTH = "--capabilities capability_printable,capability_digits"

@@ -9,11 +9,12 @@ import torch
 from tiny_models import tiny_model
 
 from game_registry import EpisodeResult, Failed, GameMix, Scored
+from train.config import ALL_LINEARS
 from train.episode import Episode
 from train.groups import Group
 from train.kv_cache import ATTENTION
 from train.learner import Learner, TrainItem, UpdateConfig
-from train.lora import ALL_LINEARS, attach_adapter, lora_config
+from train.lora import attach_adapter, lora_config
 from train.losses import LossConfig
 from train.packing import TokenSequence
 

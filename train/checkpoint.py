@@ -6,7 +6,6 @@ it is built under a temporary name and renamed, so an interrupted one is never s
 
 from __future__ import annotations
 
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -20,6 +19,7 @@ from safetensors.torch import load_file
 from pipeline.files import InputError, check, read_json, sync_folder, write_json
 from train.learner import Learner
 from train.lora import save_tensors
+from train.run_log import list_checkpoints
 
 SCHEMA_VERSION = 1
 _LATER_COUNTERS = ("solved", "empty_iterations", "nonfinite_iterations")  # checkpoints of version 0.1.0 lack them
@@ -86,13 +86,6 @@ def save_checkpoint(
     for old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return target
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(p for p in folder.iterdir() if re.fullmatch(r"iter_\d{6}", p.name) and (p / "state.json").is_file())
 
 
 def load_checkpoint(path: Path, learner: Learner, settings: dict[str, Any]) -> list[str]:

@@ -10,8 +10,10 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from pipeline.files import InputError, SettingsModel, check, read_yaml
-from train.lora import ALL_LINEARS
 from train.losses import LossConfig
+
+ALL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FIRST_TRAIN_SEED = 1_000_000  # below: rollouts, calibration, held-out evaluation
 
 
 class TrainConfig(SettingsModel):

@@ -32,16 +32,17 @@ from moe_gate.config import GateConfig, GrpoSection, load_gate_config
 from pipeline.files import InputError, ServerError, check, write_json
 from pipeline.remote_game import resolve_game
 from train.chat import ChatCodec
-from train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from train.checkpoint import load_checkpoint, save_checkpoint
+from train.config import FIRST_TRAIN_SEED
 from train.distributed import Ranks, join_ranks, run_ranks
 from train.episode import EpisodeParams
 from train.groups import Collected, Group, Sampler, collect_informative
 from train.grpo import Worker
-from train.learner import FIRST_TRAIN_SEED, Learner, Reduce, UpdateConfig, items_of_groups
+from train.learner import Learner, Reduce, UpdateConfig, items_of_groups
 from train.local_engine import LocalEngine, load_model
 from train.losses import LossConfig
 from train.rollout import EnvironmentPool
-from train.run_log import RunLog
+from train.run_log import RunLog, list_checkpoints
 
 NAME = "gate"
 EMPTY_LIMIT = 5  # iterations in a row without one informative group before the run stops

@@ -12,6 +12,7 @@ import torch
 from peft import PeftModel
 
 from game_registry import GameMix
+from train.config import FIRST_TRAIN_SEED
 from train.forward import action_logprobs, make_packs
 from train.groups import Group
 from train.lora import activate, adapter_parameters, adapter_state, restore_adapter
@@ -25,8 +26,6 @@ from train.losses import (
     policy_loss,
 )
 from train.packing import Pack, TokenSequence, build_pack
-
-FIRST_TRAIN_SEED = 1_000_000  # below: rollouts, calibration, held-out evaluation
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.files import InputError, atomic_path, parse_json, read_text, sync_folder
 from pipeline.folders import replace_folder
+from train.config import ALL_LINEARS
 from train.expert_lora import (
     EXPERT_TARGETS,
     ExpertsLora,
@@ -33,7 +34,6 @@ from train.expert_lora import (
     restore_experts,
 )
 
-ALL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LINEAR_ATTENTION = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")  # of Qwen3.5-type hybrids
 
 

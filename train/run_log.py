@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import time
 from collections import defaultdict, deque
@@ -178,3 +179,10 @@ def lasting_faults(recent: list[dict[str, float]]) -> list[str]:
     if all(m.get("entropy", 1.0) < 0.02 for m in recent):
         found.append("entropy is below 0.02 nats per token: the policy no longer explores")
     return found
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if re.fullmatch(r"iter_\d{6}", p.name) and (p / "state.json").is_file())

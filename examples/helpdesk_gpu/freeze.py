@@ -19,7 +19,7 @@ def checkpoint_at(folder: Path, iterations: int) -> Path:
     Raises:
         InputError: there is none.
     """
-    from train.checkpoint import list_checkpoints
+    from train.run_log import list_checkpoints
 
     found = [p for p in list_checkpoints(folder) if int(p.name.removeprefix("iter_")) <= iterations]
     if not found:
