@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ Completion = Callable[[list[int], Body], list[int]]
 Chat = Callable[[list[dict[str, Any]], Body], dict[str, Any] | str]
 
 STOP = 2  # end of turn of the model under test
+SECOND = 3  # what comes where the stop token may not
 
 
 @dataclasses.dataclass
@@ -65,6 +67,7 @@ class ScriptedServer:
     refuse_chat: Callable[[list[Body]], bool] = lambda messages: False  # which conversations leave no room
     engines: int = 1
     lora_enabled: bool = True
+    refuse_bias: bool = False
     requests: list[tuple[str, Body]] = dataclasses.field(default_factory=list)
     adapters: dict[str, str] = dataclasses.field(default_factory=dict)
     in_flight: int = 0
@@ -199,11 +202,14 @@ class ScriptedServer:
         """The token with a ``logit_bias`` and what is reported for it, when it is sampled: one other token, the stop
         token, has the rest of the probability. fp32, as on a server."""
         for name, bias in (body.get("logit_bias") or {}).items():
-            raw = np.float32(self.prompt_logprob([*prompt, int(name)], body["model"])[len(prompt)])
+            most = math.log(0.5) if int(name) == SECOND else 0.0
+            raw = np.float32(min(most, self.prompt_logprob([*prompt, int(name)], body["model"])[len(prompt)]))
             ours, other = raw + np.float32(bias), np.float32(np.log(-np.expm1(raw)) if raw < 0 else -200.0)
             if ours > other:
                 processed = ours - np.logaddexp(ours, other)
                 return int(name), float(min(np.float32(0.0), processed) if self.processed_logprobs else raw)
+            if int(name) == STOP:  # held down
+                return SECOND, -1.5
         return None
 
     async def _completions(self, request: web.Request) -> web.Response:
@@ -212,6 +218,9 @@ class ScriptedServer:
             return refusal
         if not 0 <= body.get("temperature", 1.0) <= 2:
             return web.json_response({"error": {"message": "temperature must be in [0, 2]"}}, status=400)
+        if self.refuse_bias and "logit_bias" in body:
+            said = "logit_bias is not supported with speculative decoding"
+            return web.json_response({"error": {"message": said}}, status=400)
         with self._counted():
             await asyncio.sleep(self.delay_s)
             prompt, limit = body["prompt"], body["max_tokens"]

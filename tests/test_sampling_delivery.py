@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 import decimal
 import math
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripted_server import ScriptedServer
+from scripted_server import SECOND, ScriptedServer
 
 from pipeline.files import InputError, ServerError
 from train.delivery import (
@@ -106,7 +107,7 @@ def test_a_server_is_asked_for_single_tokens(scripted_server: ScriptedServer, tm
     assert report.canary.resolved and report.canary.error_new < report.canary.error_old
     bodies = scripted_server.calls("/v1/completions")
     asked = {len(b["prompt"]): b for b in bodies}
-    assert len(bodies) == len(asked) + 2 == SCORED_TOKENS + 2, "two to learn which log-probs the server reports"
+    assert len(bodies) == len(asked) + 3 == SCORED_TOKENS + 3, "three to learn which log-probs the server reports"
     for position, body in asked.items():
         assert body["model"] == "lookup@v1" and body["prompt"] == list(IDS[:position]) and body["max_tokens"] == 1
         assert body["logit_bias"] == {str(IDS[position]): 100.0} and "prompt_logprobs" not in body
@@ -199,6 +200,107 @@ def test_a_bias_moves_the_log_odds(logprob: float, bias: float) -> None:
     assert magnified(logprob, bias) == pytest.approx(slope, rel=1e-9)
 
 
+@pytest.mark.parametrize("processed", [False, True])
+@pytest.mark.parametrize("others", [-50.0, -86.0, -99.0, -200.0])
+def test_the_mode_is_learnt_where_most_tokens_are_impossible(
+    scripted_server: ScriptedServer, processed: bool, others: float
+) -> None:
+    """The tokens that are forced to learn it are the two most probable ones, however far all others are below."""
+    scripted_server.prompt_logprob = lambda ids, model: [-1.0 if t in (SECOND, IDS[1]) else others for t in ids]
+    scripted_server.processed_logprobs = processed
+
+    async def steps(delivery: AdapterDelivery) -> Any:
+        engine: Any = delivery.engine
+        found = await engine.score(engine.pool.servers[0], IDS[:2], [1])
+        return found, engine.pool.servers[0].processed_logprobs
+
+    found, mode = deliver(scripted_server, steps)
+    assert found == pytest.approx([-1.0], abs=1e-3) and mode is processed
+
+
+async def test_a_server_that_takes_no_bias_is_named(scripted_server: ScriptedServer) -> None:
+    """As one with speculative decoding."""
+    scripted_server.refuse_bias = True
+    engine = VllmEngine(scripted_server.url, "scripted", [2], times=FAST)
+    try:
+        with pytest.raises(InputError, match=r"logit_bias.*; log-probs are checked with it"):
+            await engine.sample([5], SamplingParams(4, 0.7))
+        with pytest.raises(InputError, match=r"logit_bias.*; log-probs are checked with it"):
+            await engine.score(engine.pool.servers[0], IDS[:2], [1])
+    finally:
+        await engine.close()
+
+
+async def test_a_restarted_server_may_report_others(scripted_server: ScriptedServer, tmp_path: Path) -> None:
+    """Nobody noticed the restart but the turn that met a server without its adapter."""
+    engine = VllmEngine(scripted_server.url, "scripted", [2], times=dataclasses.replace(FAST, probe_every_s=600.0))
+    scripted_server.processed_logprobs = True
+    try:
+        await engine.load_adapter("a@v1", folder(tmp_path, "v1"))
+        await engine.sample([5], SamplingParams(4, 0.7), "a@v1")
+        scripted_server.adapters.clear()
+        scripted_server.processed_logprobs = False
+        with pytest.raises(InputError, match="--logprobs-mode processed_logprobs"):
+            await engine.sample([5], SamplingParams(4, 0.7), "a@v1")
+    finally:
+        await engine.close()
+
+
+# ------------------------------------------------------------------ rehearsals
+
+
+def rehearse(tmp_path: Path, *servers: ScriptedServer, cancel_after_s: float | None = None) -> None:
+    async def run() -> None:
+        engine = VllmEngine(",".join(s.url for s in servers), "scripted", [2], times=FAST)
+        try:
+            await engine.start()
+            work = AdapterDelivery(engine).rehearse("a", 0, folder(tmp_path, "v0"))
+            await asyncio.wait_for(work, cancel_after_s)
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+LOAD = ("/v1/load_lora_adapter",)
+
+
+def test_a_rehearsal_leaves_nothing_behind(scripted_server: ScriptedServer, tmp_path: Path) -> None:
+    with ScriptedServer() as other:
+        rehearse(tmp_path, scripted_server, other)
+        for server in (scripted_server, other):
+            assert server.adapters == {} and len(server.calls("/v1/load_lora_adapter")) == 1
+
+
+def test_one_server_that_lives_and_loads_nothing(scripted_server: ScriptedServer, tmp_path: Path) -> None:
+    """It would be dropped at every delivery and come back in between."""
+    with ScriptedServer(fail="500", fail_paths=LOAD) as other:
+        with pytest.raises(InputError, match=rf"{other.url} does not load adapters \(.*scripted failure"):
+            rehearse(tmp_path, scripted_server, other)
+        assert scripted_server.adapters == {}
+
+
+def test_a_server_that_died_in_a_rehearsal_is_no_fault(scripted_server: ScriptedServer, tmp_path: Path) -> None:
+    with ScriptedServer(fail="refuse", fail_paths=(*LOAD, "/health")) as other:
+        rehearse(tmp_path, scripted_server, other)
+        assert not other.adapters
+
+
+def test_a_load_that_hangs_is_not_asked_again(scripted_server: ScriptedServer, tmp_path: Path) -> None:
+    with ScriptedServer(fail="hang", fail_paths=LOAD) as other:
+        with pytest.raises(InputError, match=r"does not load adapters \(.*no answer within 2 s"):
+            rehearse(tmp_path, scripted_server, other)
+        assert len(other.calls("/v1/load_lora_adapter")) == 1
+
+
+def test_a_rehearsal_that_is_cancelled_takes_back_what_arrives(scripted_server: ScriptedServer, tmp_path: Path) -> None:
+    with ScriptedServer(fail="hang", fail_paths=LOAD) as other:
+        with pytest.raises(TimeoutError):
+            rehearse(tmp_path, scripted_server, other, cancel_after_s=0.5)
+        for server in (scripted_server, other):
+            assert len(server.calls("/v1/unload_lora_adapter")) >= 1 and server.adapters == {}
+
+
 def test_no_bias_makes_an_impossible_token_certain(scripted_server: ScriptedServer, tmp_path: Path) -> None:
     scripted_server.prompt_logprob = lambda ids, model: [-150.0] * len(ids)
 
@@ -276,7 +378,7 @@ def test_a_doubtful_verdict_is_taken_again_from_many_tokens(scripted_server: Scr
     report = deliver(scripted_server, steps)
     assert not report.canary.wrong and report.canary.error_new < report.canary.error_old
     asked = [len(body["prompt"]) for body in scripted_server.calls("/v1/completions")]
-    assert len(asked) == 2 + SCORED_TOKENS + SURE_TOKENS
+    assert len(asked) == 3 + SCORED_TOKENS + SURE_TOKENS
 
 
 def test_one_stale_server_among_many_is_named(scripted_server: ScriptedServer, tmp_path: Path) -> None:

@@ -325,7 +325,7 @@ async def test_processed_logprobs_are_recognised_once_per_server(scripted_server
     async with open_engine(scripted_server) as engine:
         for _ in range(3):
             await engine.sample([5], SamplingParams(4, 0.7))
-    assert len(scripted_server.calls("/v1/completions")) == 3 + 2
+    assert len(scripted_server.calls("/v1/completions")) == 3 + 3
 
 
 # ------------------------------------------------------------------ adapters

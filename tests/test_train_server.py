@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from tiny_server import TinyServer
 from train_runs import Runs
 
@@ -107,6 +109,25 @@ def test_a_server_without_run_time_lora_is_refused_with_the_remedy(runs: Runs, s
     server.lora_enabled = True
     runs("r", GAME, "--max-iters 1 --resume")
     assert not list((runs.tmp / "r/adapters").glob("*@v0")), "the trial's folder is still there"
+
+
+def test_no_capability_begins_before_all_are_taken(runs: Runs, server: TinyServer) -> None:
+    """One of two adapters is refused late: the other has not sampled, and neither is left on the server."""
+    plain = server._load
+
+    async def load(request: Any) -> Any:
+        if (await request.json())["lora_name"].startswith("printable"):
+            await asyncio.sleep(0.5)
+            return web.json_response({"error": {"message": "LoRA rank 32 is greater than max_lora_rank 8"}}, status=400)
+        return await plain(request)
+
+    server._load = load  # type: ignore[method-assign]
+    server.stop()
+    server.start()  # with that route
+    with pytest.raises(InputError, match="rank 32 is greater"):
+        runs("r", "--capabilities capability_printable,capability_digits --max-iters 2")
+    assert not server.calls("/v1/completions") and server.adapters == {}
+    assert not list((runs.tmp / "r/adapters").iterdir())
 
 
 # ------------------------------------------------------------------------ servers that fail

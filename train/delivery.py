@@ -178,6 +178,25 @@ class AdapterDelivery:
             task.add_done_callback(self._unloading.discard)
         return report
 
+    async def rehearse(self, capability: str, version: int, folder: str) -> None:
+        """Have every server take ``folder`` as a version that nobody samples from, and forget it.
+
+        Raises:
+            InputError: a server is healthy and takes no adapter: LoRA off, a rank above its limit, targets that it does
+                not know, a folder that it does not see.
+            ServerError: no server is alive.
+        """
+        name = adapter_name(capability, version)
+        pool = self.engine.pool if isinstance(self.engine, VllmEngine) else None
+        before = pool.alive if pool else []
+        try:
+            await self.engine.load_adapter(name, folder)
+            for server in before:  # one that died will load it when it returns; one that lives never would
+                if pool and not server.alive and await pool.healthy(server):
+                    raise InputError(f"{server.url} does not load adapters ({server.why_dead}); its log says why")
+        finally:
+            await self.engine.unload_adapter(name)
+
     async def _check(self, engine: VllmEngine, capability: str, name: str, canary: Canary) -> CanaryResult | None:
         """The worst result over the servers; None when none of them lived to be judged."""
         reference = self._references.get(capability, canary.old_logprobs)

@@ -126,9 +126,15 @@ class Trainer:
             TrainingStopped, ServerError: the sampler is gone, a sync failed, the loss is not finite.
             InputError, GameError: a file cannot be written, an adapter is refused, an environment cannot be made.
         """
+        learners = self.worker.learners.values()
         try:
+            if not self._local:
+                async with asyncio.TaskGroup() as tasks:  # of all capabilities, before any of them samples
+                    for learner in learners:
+                        if learner.version == 0 and learner.iteration < self.config.max_iters and not learner.solved:
+                            tasks.create_task(self._rehearse(learner))
             async with asyncio.TaskGroup() as tasks:
-                for learner in self.worker.learners.values():
+                for learner in learners:
                     tasks.create_task(self._train(learner))
         except BaseExceptionGroup as group:  # not except*: that would wrap what is raised here in a group again
             raise _first(group) from None
@@ -139,8 +145,8 @@ class Trainer:
         self._checkpoint_point(learner)
         idle = IdleMeter(self._sampling, self._training)
         try:
-            if learner.iteration < self.config.max_iters and not learner.solved:
-                await (self._deliver(learner) if learner.version > 0 else self._try_delivery(learner))
+            if learner.version > 0 and learner.iteration < self.config.max_iters and not learner.solved:
+                await self._deliver(learner)
             while learner.iteration < self.config.max_iters and not learner.solved:
                 await self._iteration(learner, idle)
         except (InputError, ServerError, GameError, BaseExceptionGroup, asyncio.CancelledError):
@@ -298,21 +304,14 @@ class Trainer:
             self._checkpoint_point(learner)
             raise TrainingStopped(f"{name}: {why}")
 
-    async def _try_delivery(self, learner: Learner) -> None:
-        """Have the servers take the untrained adapter, and forget it.
-
-        One that cannot (LoRA off, a rank above its limit, targets that it does not know, a folder that it does not see)
-        stops the run now and not after an iteration.
-        """
-        if self._local:
-            return
-        name = f"{learner.name}@v{learner.version}"
-        folder = self.folder.resolve() / "adapters" / name
+    async def _rehearse(self, learner: Learner) -> None:
+        """Deliver the untrained adapter, so that a server that cannot take it stops the run now and not after an
+        iteration."""
+        folder = self.folder.resolve() / "adapters" / f"{learner.name}@v{learner.version}"
         dtype = _model_dtype(learner.model)
         try:
             await _in_thread(lambda: write_adapter_folder(learner.model, learner.name, folder, dtype=dtype))
-            await self.sampler.engine.load_adapter(name, str(folder))
-            await self.sampler.engine.unload_adapter(name)
+            await self.delivery.rehearse(learner.name, learner.version, str(folder))
         finally:
             await _in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
 

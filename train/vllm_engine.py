@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,12 +25,12 @@ from train.vllm_protocol import (
     FORCE,
     NonsenseAnswer,
     ServedModels,
+    biased_request,
     completion_request,
     count_engines,
-    forced_request,
     magnified,
     parse_base_urls,
-    read_forced,
+    read_biased,
     read_models,
     read_sample,
     without_bias,
@@ -37,6 +38,7 @@ from train.vllm_protocol import (
 
 MAX_TRIES = 5  # per turn, beside re-dispatch from servers that died
 MAX_TIMEOUTS = 2  # a request that ran into its deadline twice is not tried a third time
+LOAD_S = 120.0  # of an adapter; a turn may take longer
 LORA_REMEDY = "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 FIRST_BIAS = 4.0  # nats; enough for most tokens that were sampled, and nothing is magnified much
 SURE_BIAS = 3.0  # above what a token needs to be sampled
@@ -221,6 +223,7 @@ class VllmEngine:
         if error.status != 404 or adapter is None or adapter not in self._adapters:
             return False
         server.adapters.pop(adapter, None)
+        server.processed_logprobs = None  # of the server that it was before
         with contextlib.suppress(TransientFault, ServerLost):
             await self._load_on(server, adapter, self._adapters[adapter])
         return True
@@ -241,14 +244,23 @@ class VllmEngine:
             )
 
     async def _processes_logprobs(self, server: Server, model: str, prompt_ids: Sequence[int], salt: str) -> bool:
-        """Are the server's log-probs those of the processed logits? Asked once.
+        """Are the server's log-probs those of the processed logits? Asked once, until it is known to be another.
 
-        Two tokens for one place are both certain only where the force counts.
+        The second most probable token has at most 1/2, unless the bias that makes it certain counts.
+
+        Raises:
+            InputError: it takes no ``logit_bias``.
         """
         if server.processed_logprobs is None:
-            token = prompt_ids[-1]
-            found = [await self._force(server, model, prompt_ids, t, salt) for t in (token, token - 1 if token else 1)]
-            server.processed_logprobs = found == [0.0, 0.0]
+            try:
+                first, _ = await self._biased(server, model, prompt_ids, {}, salt)
+                second, _ = await self._biased(server, model, prompt_ids, {first: -FORCE}, salt)
+                found = await self._force(server, model, prompt_ids, second, salt)
+            except RefusedRequest as error:
+                if "logit_bias" not in error.detail:
+                    raise
+                raise InputError(f"{error.detail}; log-probs are checked with it: start the server otherwise") from None
+            server.processed_logprobs = found > math.log(0.5) / 2.0
         return server.processed_logprobs
 
     # ------------------------------------------------------------------ adapters
@@ -278,7 +290,7 @@ class VllmEngine:
                     raise fault
             if not any(results):
                 raise ServerError(f"adapter {name}: no server is alive to take it; start one and run this again")
-        except (InputError, ServerError):
+        except BaseException:  # a cancelled load arrives there as well
             self._adapters.pop(name, None)
             await asyncio.gather(*(self._post_unload(s, name) for s in self.pool.alive))  # where it was taken
             raise
@@ -312,12 +324,12 @@ class VllmEngine:
         self.pool.note(server, "load", adapter=name)
         body = {"lora_name": name, "lora_path": folder}
         try:
-            await self.pool.request_retrying(server, "POST", "/v1/load_lora_adapter", body)
+            await self._post_load(server, body)
         except RefusedRequest as error:
             if error.status == 400 and "already been loaded" in error.detail:
                 # The name was used before this run (or a try that broke off loaded it): its weights may be others.
                 await self._post_unload(server, name)
-                await self.pool.request_retrying(server, "POST", "/v1/load_lora_adapter", body)
+                await self._post_load(server, body)
             elif error.status in (404, 405) and "adapter" not in error.detail.replace("load_lora_adapter", "").lower():
                 raise InputError(f"{error.detail}; {LORA_REMEDY}") from None
             else:
@@ -330,6 +342,11 @@ class VllmEngine:
             raise
         server.adapters[name] = folder
         self.pool.note(server, "loaded", adapter=name)
+
+    async def _post_load(self, server: Server, body: dict[str, str]) -> None:
+        limit = min(LOAD_S, self.pool.times.request_s)
+        path = "/v1/load_lora_adapter"
+        await self.pool.request_retrying(server, "POST", path, body, timeout_s=limit, late_again=False)
 
     async def _post_unload(self, server: Server, name: str) -> None:
         self.pool.note(server, "unload", adapter=name, in_flight=self._busy[name])
@@ -401,10 +418,10 @@ class VllmEngine:
 
     async def _force(self, server: Server, model: str, prompt_ids: Sequence[int], token: int, salt: str) -> float:
         """What the server reports for ``token`` when nothing else can be sampled."""
-        found = await self._biased(server, model, prompt_ids, token, salt, FORCE)
-        if found is None:
-            raise NonsenseAnswer(f"logit_bias of {FORCE:g} on token {token}: {server.url} sampled another one")
-        return found
+        sampled, logprob = await self._biased(server, model, prompt_ids, {token: FORCE}, salt)
+        if sampled != token:
+            raise NonsenseAnswer(f"logit_bias of {FORCE:g} on token {token}: {server.url} sampled {sampled}")
+        return logprob
 
     async def _force_lightly(
         self, server: Server, model: str, prompt_ids: Sequence[int], token: int, salt: str
@@ -415,8 +432,8 @@ class VllmEngine:
         """
         low, high, bias = 0.0, FORCE, FIRST_BIAS
         for _ in range(MAX_BIASES):
-            found = await self._biased(server, model, prompt_ids, token, salt, bias)
-            if found is None:
+            sampled, found = await self._biased(server, model, prompt_ids, {token: bias}, salt)
+            if sampled != token:
                 if bias == FORCE:
                     break
                 low, bias = bias, min(2.0 * bias, (bias + high) / 2.0 if high < FORCE else FORCE)
@@ -430,11 +447,11 @@ class VllmEngine:
         raise NonsenseAnswer(f"logit_bias on token {token}: no bias up to {FORCE:g} tells its log-prob on {server.url}")
 
     async def _biased(
-        self, server: Server, model: str, prompt_ids: Sequence[int], token: int, salt: str, bias: float
-    ) -> float | None:
+        self, server: Server, model: str, prompt_ids: Sequence[int], biases: Mapping[int, float], salt: str
+    ) -> tuple[int, float]:
         prompt = list(prompt_ids)
-        body = forced_request(model, prompt, token, salt, bias)
-        return read_forced(await self.pool.request_retrying(server, "POST", "/v1/completions", body), prompt, token)
+        body = biased_request(model, prompt, biases, salt)
+        return read_biased(await self.pool.request_retrying(server, "POST", "/v1/completions", body), prompt)
 
     # ------------------------------------------------------------------ counting
 

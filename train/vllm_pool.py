@@ -207,7 +207,7 @@ class ServerPool:
         except TimeoutError:
             raise TransientFault("timeout", f"{server.url}{path}: no answer within {timeout_s:g} s") from None
         except (aiohttp.ClientError, UnicodeDecodeError, OSError) as error:
-            if isinstance(error, aiohttp.ClientConnectorError) or not await self._healthy(server):
+            if isinstance(error, aiohttp.ClientConnectorError) or not await self.healthy(server):
                 self.drop(server, f"{type(error).__name__} on {path}")
                 raise ServerLost(server.why_dead) from None
             raise TransientFault("server", f"{server.url}{path}: {type(error).__name__}: {error}") from None
@@ -233,13 +233,15 @@ class ServerPool:
         *,
         tries: int = 3,
         timeout_s: float | None = None,
+        late_again: bool = True,
     ) -> Any:
-        """``request`` on one server, transient faults tried again after a pause. ``NonsenseAnswer`` is the caller's."""
+        """``request`` on one server, transient faults tried again after a pause; answers that are late, too, if
+        ``late_again``. ``NonsenseAnswer`` is the caller's."""
         for attempt in range(tries):
             try:
                 return await self.request(server, method, path, body, timeout_s)
-            except TransientFault:
-                if attempt == tries - 1:
+            except TransientFault as fault:
+                if attempt == tries - 1 or (fault.kind == "timeout" and not late_again):
                     raise
                 await asyncio.sleep(self.times.backoff_s * 2**attempt)
         raise NonsenseAnswer("tries must be >= 1")
@@ -264,7 +266,8 @@ class ServerPool:
                 self.n_redispatched += 1
                 task.cancel()
 
-    async def _healthy(self, server: Server) -> bool:
+    async def healthy(self, server: Server) -> bool:
+        """Does it answer ``/health`` now?"""
         limits = aiohttp.ClientTimeout(total=self.times.probe_timeout_s)
         try:
             async with self.session().get(server.url + "/health", timeout=limits) as response:
@@ -279,7 +282,7 @@ class ServerPool:
 
     async def probe(self, server: Server) -> None:
         """Three missed probes in a row drop a live server; one good probe takes a dead one back."""
-        if await self._healthy(server):
+        if await self.healthy(server):
             server.missed_probes = 0
             if not server.alive:
                 await self._take_back(server)

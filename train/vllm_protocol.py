@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.files import InputError
@@ -89,28 +89,26 @@ def completion_request(
     return body
 
 
-def forced_request(
-    model: str, prompt_ids: Sequence[int], token: int, salt: str, bias: float = FORCE
-) -> dict[str, Any]:
-    """The body that asks for the log-prob of ``token`` after ``prompt_ids``: its logit is raised until it is sampled.
+def biased_request(model: str, prompt_ids: Sequence[int], biases: Mapping[int, float], salt: str) -> dict[str, Any]:
+    """The body that asks for the most probable token after ``prompt_ids`` with ``biases`` (nats) on logits.
 
-    A server with raw log-probs reports the one that the token has without that, one with processed log-probs the one
-    with it: ``without_bias``. ``allowed_token_ids`` would say it more plainly, but in vLLM 0.22 with its second model
-    runner (Qwen3) a kernel masks the allowed token too now and then: it writes -inf everywhere and the token's logit
-    back without a barrier between.
+    A bias on one token that makes it the most probable asks for its log-prob: a server with raw log-probs reports the
+    one that it has without that, one with processed log-probs the one with it: ``without_bias``. ``allowed_token_ids``
+    would say it more plainly, but in vLLM 0.22 with its second model runner (Qwen3) a kernel masks the allowed token
+    too now and then: it writes -inf everywhere and the token's logit back without a barrier between.
     """
     body = completion_request(model, prompt_ids, SamplingParams(1, 0.0), (), salt)
-    return body | {"logit_bias": {str(token): bias}}
+    return body | {"logit_bias": {str(token): bias for token, bias in biases.items()}}
 
 
-def read_forced(payload: Any, prompt_ids: Sequence[int], token: int) -> float | None:
-    """The log-prob in the answer to ``forced_request``; None where another token was sampled.
+def read_biased(payload: Any, prompt_ids: Sequence[int]) -> tuple[int, float]:
+    """The token in the answer to ``biased_request``, and its log-prob.
 
     Raises:
         NonsenseAnswer: as in ``read_sample``.
     """
-    sample = read_sample(payload, prompt_ids, SamplingParams(1, 0.0), (token,))
-    return sample.logprobs[0] if sample.token_ids == (token,) else None
+    sample = read_sample(payload, prompt_ids, SamplingParams(1, 0.0), ())
+    return sample.token_ids[0], sample.logprobs[0]
 
 
 def without_bias(logprob: float, bias: float) -> float:
