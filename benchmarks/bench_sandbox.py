@@ -1,6 +1,6 @@
 """What isolation costs: start of a sandbox, start of a worker, steps per second in this process and through workers.
 
-    python benchmarks/bench_sandbox.py --output benchmarks/bench_sandbox.json
+    python benchmarks/bench_sandbox.py --output benchmarks/results/bench_sandbox.json
 
 The environment is the fixture of the tests, a typical small game. Times are the median over repetitions.
 """

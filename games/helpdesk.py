@@ -38,6 +38,7 @@ from games._tool_game import ToolGame, check_arguments, oracle_of
 from tool_calls import Action
 
 NAME = "helpdesk"
+ENVIRONMENT = NAME  # whose tasks ``capability_checks`` knows
 KIND_WEIGHTS = {"structured": 4, "precision": 4, "precondition": 1, "multi_step": 1}
 ITEM_WORDS = (
     "stove bench tablet laptop ring coat scarf vase frame drone towel piano flask crate sweater rug "

@@ -154,7 +154,8 @@ def main() -> int:
     tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path)
     text, statistics = report(model, tokenizer, episodes, f"Routing of {Path(args.gate).name}")
     write_text(args.out, text)
-    sys.stdout.write(f"{args.out}: {statistics.tokens} tokens, shares {statistics.share_of_slot}\n")
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in statistics.share_of_slot.items())
+    sys.stdout.write(f"{args.out}: {statistics.tokens} tokens: {shares}\n")
     return 0
 
 

@@ -212,6 +212,8 @@ def report(calibration: Calibration, data: RolloutFile, bands: Bands, success_at
 
 
 def _line(name: str, estimate: Estimate, note: str) -> str:
+    if math.isnan(estimate.value):
+        return f"{name:24}{'-':>8}   {'':14}   n={estimate.n:<6} {note}"
     return f"{name:24}{estimate.value:8.3f}   [{estimate.low:.3f}, {estimate.high:.3f}]   n={estimate.n:<6} {note}"
 
 
@@ -232,7 +234,7 @@ def render(calibration: Calibration) -> str:
         for p in stats.pass_at_k
     ]
     lines.append(_line("truncated", calibration.truncation, "cut at a token limit, counted as they scored"))
-    lines.append(_line("out of turns", calibration.out_of_turns, ""))
+    lines.append(_line("out of turns", calibration.out_of_turns, "ended by max_steps, counted as they scored"))
     lines.append(_line("failed episodes", calibration.error_rate, "in no rate above"))
     if calibration.hinted is not None:
         lines.append(

@@ -2,7 +2,8 @@
 
 A checks module has ``CANDIDATES`` (a list of ``{"name", "description"}``) and ``capability_checks(seed, messages)``,
 which gives each capability ``NA``, ``PRESENT`` or ``LACKING`` for one finished episode, from the task and the
-transcript, never from the outcome.
+transcript, never from the outcome. ``ENVIRONMENT``, where the module has it, is the name of the environment whose tasks
+it knows: the seeds of another one mean other tasks, so its rollouts are refused.
 
 What N runs mean here. The checks are deterministic, so N runs over the same trajectories are N equal files; that is
 what is written, and each run says so (``labeler.deterministic``). K-of-N is then met or missed by all runs at once
@@ -36,6 +37,7 @@ class ChecksModule:
     name: str
     described: dict[str, str]
     checks: Checks
+    environment: str | None = None
 
 
 def load_module(name: str) -> ChecksModule:
@@ -61,16 +63,20 @@ def load_module(name: str) -> ChecksModule:
     checks = getattr(module, "capability_checks", None)
     if not callable(checks):
         raise InputError(f"checks module {name}: expected a function capability_checks(seed, messages)")
-    return ChecksModule(name, described, checks)
+    environment = getattr(module, "ENVIRONMENT", None)
+    if environment is not None and not isinstance(environment, str):
+        raise InputError(f"checks module {name}: ENVIRONMENT: expected a name, found {environment!r:.60}")
+    return ChecksModule(name, described, checks, environment)
 
 
-def trajectories(path: Path, threshold: float, part: str) -> Iterator[Trajectory]:
+def trajectories(path: Path, threshold: float, part: str, module: ChecksModule) -> Iterator[Trajectory]:
     """The rollouts of a rollouts file, or those that a summaries file speaks of (of its ``part``, when it has a split).
 
     Raises:
-        InputError: a source of the summaries is gone, or is not a rollouts file.
+        InputError: a source of the summaries is gone, or is not a rollouts file, or is one of another environment.
     """
     if detect(path) == "rollouts":
+        refuse_others(module, path)
         yield from rollouts.read(path, threshold)
         return
     wanted: dict[str, Outcome] = {}
@@ -82,6 +88,7 @@ def trajectories(path: Path, threshold: float, part: str) -> Iterator[Trajectory
             wanted[record.id] = record.outcome
             sources[record.source] = None
     for source in sources:
+        refuse_others(module, Path(source))
         for trajectory in rollouts.read(Path(source), threshold):
             if trajectory.id in wanted:
                 outcome = wanted.pop(trajectory.id)
@@ -97,6 +104,20 @@ class Skipped:
 
     infrastructure: int = 0
     hinted: int = 0
+
+
+def refuse_others(module: ChecksModule, source: Path) -> None:
+    """Refuse a rollouts file of an environment that ``module`` knows no tasks of.
+
+    Raises:
+        InputError: the file names its environment, and it is another one.
+    """
+    recorded = rollouts.recorded_environment(source)
+    if module.environment is not None and recorded not in (None, module.environment):
+        raise InputError(
+            f"{source}: rollouts of {recorded}, but {module.name} checks tasks of {module.environment}; "
+            "give the checks module of that environment"
+        )
 
 
 def label(module: ChecksModule, found: Iterator[Trajectory], skipped: Skipped) -> list[Labelled]:

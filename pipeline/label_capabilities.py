@@ -70,7 +70,7 @@ def label_by_checks(args: argparse.Namespace) -> str:
         raise InputError("--labeler checks needs --checks-module, e.g. games.helpdesk")
     module = checks_labeler.load_module(args.checks_module)
     skipped = checks_labeler.Skipped()
-    found = checks_labeler.trajectories(Path(args.input), args.pass_threshold, args.part)
+    found = checks_labeler.trajectories(Path(args.input), args.pass_threshold, args.part, module)
     labelled = checks_labeler.label(module, found, skipped)
     labeler = {"kind": "checks", "module": module.name, "deterministic": True, "blind": True}
     runs = {a: run_json(a, labelled, module.described, labeler=labeler) for a in range(1, args.n_runs + 1)}

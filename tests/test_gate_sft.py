@@ -337,7 +337,7 @@ def test_rollouts_are_labelled_and_filtered(project: Path) -> None:
 def test_rollouts_of_the_base_alone_name_the_remedy(project: Path) -> None:
     """A training run of one iteration has no rollout of its adapter; more rollouts of that kind would not help."""
     message = error_of(lambda: rollout_data(project, [simulation(adapter=None)] * 3))
-    assert "'sampled from the base': 3" in message and "at least two iterations" in message
+    assert "left out: 3 sampled from the base" in message and "at least two iterations" in message
     assert "min_reward" not in message
 
 
@@ -430,3 +430,12 @@ def test_the_command_exits_with_2_and_one_line(project: Path) -> None:
         cwd=ROOT, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 2 and done.stderr.startswith("error: configuration") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("routed", [0, 1])
+def test_a_gate_that_composes_nothing_is_told(capsys: pytest.CaptureFixture[str], routed: int) -> None:
+    names = ["base", "a", "b"]
+    rows = {"base": [0, 0, 0], "a": [3, routed, 0], "b": [2, 0, 0]}
+    confusion = {label: dict(zip(names, row, strict=True)) for label, row in rows.items()}
+    train_router_sft.print_report({"slot_names": names, "validation_accuracy": 0.5, "confusion": confusion})
+    assert ("warning: every token goes to base" in capsys.readouterr().out) is (routed == 0)

@@ -319,6 +319,8 @@ def test_a_dead_server_while_choosing_ends_the_command(
     [
         (["--merge", "ties,tis"], "--merge 'tis'"),
         (["--merge", "ties", "--merge-density", "0"], "density"),
+        (["--gate", "runs/no_gate"], "gate runs/no_gate: not found; train one"),
+        (["--soft-gate", "z=runs/no_gate"], "gate runs/no_gate: not found; train one"),
         (["--gate", "a=runs/a,a=runs/b"], "'a' appears twice"),
         (["--gate", "merge=runs/a"], "a name of its own"),
         (["--gate", "runs/a,runs/b"], "'routed' appears twice"),

@@ -29,6 +29,26 @@ def capability_checks(seed, messages):
 """
 
 
+@pytest.mark.parametrize(
+    ("info", "refused"),
+    [
+        ({"env": "desk"}, True),
+        ({"settings": {"env": "capability_tool_calling_precision"}}, True),
+        ({"settings": {"env": "helpdesk"}}, False),
+        ({"env": "helpdesk"}, False),
+        ({}, False),
+    ],
+)
+def test_rollouts_of_another_environment_are_refused(tmp_path: Path, info: dict[str, Any], refused: bool) -> None:
+    """Its seeds mean other tasks: every label would be wrong, and none would look it."""
+    path = tmp_path / "rollouts.json"
+    path.write_text(json.dumps({"info": info, "simulations": [rollout(0, "x", 1.0)]}))
+    done = label(tmp_path, "games.helpdesk", path)
+    assert (done.returncode == 2) is refused, done.stderr
+    if refused:
+        assert "games.helpdesk checks tasks of helpdesk" in done.stderr and not (tmp_path / "labels").exists()
+
+
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of an importable checks module, new for each test."""

@@ -237,6 +237,12 @@ def test_an_environment_that_cannot_be_made_is_named(runs: Runs) -> None:
         runs("r", "--game capability_unmakeable --max-iters 2")
 
 
+def test_an_adapter_that_learned_nothing_is_told(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    runs("r", "--capabilities capability_constant,capability_digits --max-iters 1")
+    told = [line for line in capsys.readouterr().err.splitlines() if "untrained" in line]
+    assert len(told) == 1 and "[constant] warning: no group had a signal" in told[0]
+
+
 def test_constant_groups_are_replaced(runs: Runs) -> None:
     """Half of the seeds carry no signal: more are drawn until the batch is full; without the filter, none are."""
     runs("on", "--game capability_sometimes --max-iters 2 --groups-per-batch 4")

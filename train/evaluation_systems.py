@@ -71,6 +71,8 @@ def systems_from(args: argparse.Namespace, folders: Mapping[str, str], others: M
     names = [s.name for s in systems]
     if repeated := sorted({n for n in names if names.count(n) > 1}):
         raise InputError(f"system {repeated[0]!r} appears twice; write NAME=PATH to tell them apart")
+    for system in systems:
+        _check_gate(system.gate)
     return systems
 
 
@@ -105,3 +107,11 @@ def _named(text: str, default: str, flag: str) -> list[tuple[str, str]]:
         if not name or not place or name in ("base", UNION, "chosen", *MERGE_NAMES.values()):
             raise InputError(f"{flag} {name}={place}: expected NAME=PLACE with a name of its own, for example a=runs/a")
     return pairs
+
+
+def _check_gate(gate: str | None) -> None:
+    """Read it here and not when its turn has come: everything else may have been sampled for hours by then."""
+    if gate is not None and not gate.endswith((".yaml", ".yml")):
+        from moe_gate.checkpoint import read_gate
+
+        read_gate(gate)

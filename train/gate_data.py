@@ -11,7 +11,7 @@ import glob
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -128,11 +128,16 @@ def load_gate_data(config: GateConfig, codec: ChatCodec) -> GateData:
         if counts[slots[name]] < 2:
             raise InputError(
                 f"capability {name}: {counts[slots[name]]} usable episodes, expected at least 2"
-                f" (left out: {dict(skipped) or 'none'}); {_remedy(skipped)}"
+                f" (left out: {listed(skipped)}); {_remedy(skipped)}"
             )
     kept = mark_undecided(_within_budget(episodes, config, skipped))
     train, validation = _split(kept, config)
     return GateData(tuple(train), tuple(validation), dict(skipped))
+
+
+def listed(skipped: Mapping[str, int]) -> str:
+    """Episodes that were left out, by reason, in words."""
+    return ", ".join(f"{number} {reason}" for reason, number in skipped.items()) or "none"
 
 
 def _remedy(skipped: Counter[str]) -> str:

@@ -155,6 +155,8 @@ class Trainer:
             except InputError as error:  # the fault that ended the run is the one to raise
                 self.log.say(f"[{learner.name}] warning: {error}")
             raise
+        if learner.version == 0:
+            self.log.say(f"[{learner.name}] warning: no group had a signal: the adapter that is written is untrained")
         await self._aside(lambda: self._save(learner))
         await self._aside(lambda: self._export(learner))
 

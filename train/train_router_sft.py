@@ -32,7 +32,7 @@ from moe_gate.config import GateConfig, load_gate_config
 from pipeline.files import InputError, JsonlLog, write_json
 from train.chat import ChatCodec
 from train.distributed import Ranks, join_ranks, run_ranks
-from train.gate_data import GateData, LabelledEpisode, load_gate_data
+from train.gate_data import GateData, LabelledEpisode, listed, load_gate_data
 from train.gate_features import FeatureSet, collect_features
 from train.gate_fit import (
     FitSettings,
@@ -230,6 +230,9 @@ def print_report(report: dict[str, Any]) -> None:
         total = sum(row.values())
         if total:
             print(f"{label:<{width}}  " + "  ".join(f"{row[name] / total:>{max(6, len(name))}.3f}" for name in names))
+    used = {name for row in report["confusion"].values() for name in names if row[name]}
+    if len(used) == 1:
+        print(f"warning: every token goes to {used.pop()}: this gate composes nothing; give it more data or epochs")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -252,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if ranks.rank == 0:
         write_json(folder / "config.json", config.model_dump())
         if data.skipped:
-            sys.stderr.write(f"left out: {data.skipped}\n")
+            sys.stderr.write(f"left out: {listed(data.skipped)}\n")
     score = RouterTrainer(config, data, model, ranks, args.resume).run()
     if ranks.rank == 0:
         report = report_of(config, data, model, score, time.monotonic() - begin)

@@ -14,6 +14,9 @@ SEEDS=${SEEDS:-10000:10128}
 mkdir -p "$RUN/done"
 export OMP_WAIT_POLICY=passive KMP_BLOCKTIME=0 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
+# before the first minutes, not after them: stage 2 runs environments in a sandbox
+python -c 'from pipeline.files import run_cli; from pipeline.sandbox import find_isolation; run_cli(lambda: find_isolation() and 0)'
+
 stage() { # stage NAME COMMAND...: run once, keep its seconds and peak memory
   local name=$1; shift
   [ -f "$RUN/done/$name.json" ] && { echo "== $name: done before"; return; }

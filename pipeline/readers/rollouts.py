@@ -19,13 +19,25 @@ class Entry(RolloutEntry):
     env: StrictStr | None = None
 
 
-def environment_of(path: Path) -> str:
-    """The environment's name from ``info``, else from the file's name."""
-    info = single(path, "info")
+def named_environment(info: Any) -> str | None:
     for key in ("env", "environment", "game"):
         if isinstance(info, dict) and isinstance(info.get(key), str) and info[key]:
             return str(info[key])
-    return path.stem
+    return None
+
+
+def environment_of(path: Path) -> str:
+    """The environment's name from ``info``, else from the file's name."""
+    return named_environment(single(path, "info")) or path.stem
+
+
+def recorded_environment(path: Path) -> str | None:
+    """The environment that the file says it is of, also in the settings of ``train.collect_rollouts``; None: nowhere.
+
+    Ids do not have the one in the settings: those of files that are labelled already would change.
+    """
+    info = single(path, "info")
+    return named_environment(info) or (named_environment(info.get("settings")) if isinstance(info, dict) else None)
 
 
 def read(path: Path, threshold: float) -> Iterator[Trajectory]:
