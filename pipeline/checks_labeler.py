@@ -112,8 +112,10 @@ def refuse_others(module: ChecksModule, source: Path) -> None:
     Raises:
         InputError: the file names its environment, and it is another one.
     """
+    if module.environment is None:
+        return
     recorded = rollouts.recorded_environment(source)
-    if module.environment is not None and recorded not in (None, module.environment):
+    if recorded not in (None, module.environment):
         raise InputError(
             f"{source}: rollouts of {recorded}, but {module.name} checks tasks of {module.environment}; "
             "give the checks module of that environment"

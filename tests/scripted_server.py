@@ -48,6 +48,7 @@ class ScriptedServer:
         fail_times: how many requests fail before ``fail`` clears itself; None = for ever.
         delay_s: wait before a completion is answered.
         engines: data-parallel engines that ``/metrics`` shows.
+        refuse_bias: answers a ``logit_bias`` with 400, as with speculative decoding.
     """
 
     completion: Completion = lambda ids, body: [STOP]

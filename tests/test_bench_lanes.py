@@ -81,9 +81,28 @@ def test_a_part_that_fails_is_in_the_exit_code_and_leaves_the_others_their_turn(
 def test_the_devices_that_are_given(jobs: Path) -> None:
     assert lanes(jobs, LANES="session, helpdesk", CUDA_VISIBLE_DEVICES="5,6").returncode == 0
     assert set((jobs / "out/gpus").read_text().split("\n")[:-1]) == {"session 5", "helpdesk 6"}
-    (jobs / "out/gpus").unlink()
-    assert lanes(jobs, LANES="session,helpdesk", GPUS="1", CUDA_VISIBLE_DEVICES="3").returncode == 0
-    assert set((jobs / "out/gpus").read_text().split("\n")[:-1]) == {"session 3", "helpdesk 3"}
+    for given in ("1", ""):  # one device is one GPU
+        for name in ("gpus", "calls"):
+            (jobs / "out" / name).unlink()
+        assert lanes(jobs, LANES="session,helpdesk", GPUS=given, CUDA_VISIBLE_DEVICES="3").returncode == 0
+        assert set((jobs / "out/gpus").read_text().split("\n")[:-1]) == {"session 3", "helpdesk 3"}
+        assert calls(jobs)["session"] < 900 < calls(jobs)["helpdesk"], "in turn"
+
+
+@pytest.mark.parametrize(("listed", "second"), [("GPU 0: H200\n  MIG 1g: x\n", 0), ("GPU 0: H200\nGPU 1: H200\n", 1)])
+def test_the_gpus_that_are_there(jobs: Path, listed: str, second: int) -> None:
+    """Parts of one GPU are no second one."""
+    tool = jobs / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(f"#!/bin/sh\nprintf '{listed}'\n")
+    tool.chmod(0o755)
+    assert lanes(jobs, LANES="session,helpdesk", SIZE="gpu", GPUS="", PATH=f"{tool.parent}:/usr/bin:/bin").returncode == 0
+    assert set((jobs / "out/gpus").read_text().split("\n")[:-1]) == {"session 0", f"helpdesk {second}"}
+
+
+def test_without_a_gpu_the_remedy_is_told(jobs: Path) -> None:
+    done = lanes(jobs, SIZE="gpu", GPUS="", PATH="/usr/bin:/bin")
+    assert done.returncode == 2 and done.stderr.startswith("error: no GPU here") and calls(jobs) == {}
 
 
 def test_a_piece_that_goes_on_later_is_no_failure(jobs: Path) -> None:
@@ -103,8 +122,8 @@ def test_a_part_without_time_is_told(jobs: Path) -> None:
         ({"LANES": " , "}, "LANES: expected some of session,"),
         ({"END": "1000"}, "END: expected more than 60 s from now"),
         ({"END": "soon"}, "END: expected a whole number > 0, found 'soon'"),
-        ({"GPUS": "1.5"}, "gpus: expected a whole number > 0, found '1.5'"),
-        ({"GPUS": "0"}, "gpus: expected"),
+        ({"GPUS": "1.5"}, "GPUS: expected a whole number > 0, found '1.5'"),
+        ({"GPUS": "0"}, "GPUS: expected"),
         ({"HELPDESK_S": "-500"}, "HELPDESK_S: expected"),
         ({"HELPDESK_S": "080"}, "HELPDESK_S: expected"),
         ({"SESSION_S": "12m"}, "SESSION_S: expected"),

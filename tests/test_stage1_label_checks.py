@@ -100,6 +100,15 @@ def test_checks_give_runs_that_the_aggregator_takes(tmp_path: Path, module: str)
     assert {e["skill"] for e in json.loads(export.read_text())} == {"right_order_number", "polite_closing"}
 
 
+def test_summaries_of_another_environment_are_refused(tmp_path: Path, module: str) -> None:
+    """Also where the rollouts come through their summaries."""
+    rollouts, summaries = write_rollouts(tmp_path), tmp_path / "summaries.json"
+    assert run_main(_summarize.main, "--input", rollouts, "--output", summaries).returncode == 0
+    done = label(tmp_path, "games.helpdesk", summaries)
+    assert done.returncode == 2 and "rollouts of desk" in done.stderr and not (tmp_path / "labels").exists()
+    assert label(tmp_path, module, summaries).returncode == 0, "a module that names no environment takes all"
+
+
 def test_runs_are_equal_but_for_their_number(tmp_path: Path, module: str) -> None:
     assert label(tmp_path, module, write_rollouts(tmp_path), "--n-runs", "3").returncode == 0
     runs = [json.loads((tmp_path / "labels" / f"run_{n:02}.json").read_text()) for n in (1, 2, 3)]
@@ -153,6 +162,7 @@ def test_summaries_whose_rollouts_changed_are_refused(tmp_path: Path, module: st
         ('"LACKING"),', '"MISSING"),', "MISSING"),
         ('text = messages[-1]["content"]', "raise KeyError('boom')", "boom"),
         ('"name": "polite_closing"', '"name": "Polite Closing"', "snake_case"),
+        ("CANDIDATES = [", "ENVIRONMENT = 3\nCANDIDATES = [", "ENVIRONMENT: expected a name, found 3"),
         ("CANDIDATES = [", "import nowhere_to_be_found\nCANDIDATES = [", "nowhere_to_be_found"),
     ],
 )

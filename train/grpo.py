@@ -23,7 +23,7 @@ from pipeline.files import InputError, JsonlLog, ServerError
 from train.busy import BusyClock, IdleMeter
 from train.checkpoint import save_checkpoint
 from train.config import TrainConfig, seed_range
-from train.delivery import AdapterDelivery, Canary
+from train.delivery import AdapterDelivery, Canary, adapter_name
 from train.distributed import PeerLost, Ranks
 from train.episode import EpisodeParams, to_simulation
 from train.groups import Collected, Group, Sampler, collect_informative
@@ -131,7 +131,7 @@ class Trainer:
             if not self._local:
                 async with asyncio.TaskGroup() as tasks:  # of all capabilities, before any of them samples
                     for learner in learners:
-                        if learner.version == 0 and learner.iteration < self.config.max_iters and not learner.solved:
+                        if learner.version == 0 and self._unfinished(learner):
                             tasks.create_task(self._rehearse(learner))
             async with asyncio.TaskGroup() as tasks:
                 for learner in learners:
@@ -145,9 +145,9 @@ class Trainer:
         self._checkpoint_point(learner)
         idle = IdleMeter(self._sampling, self._training)
         try:
-            if learner.version > 0 and learner.iteration < self.config.max_iters and not learner.solved:
+            if learner.version > 0 and self._unfinished(learner):
                 await self._deliver(learner)
-            while learner.iteration < self.config.max_iters and not learner.solved:
+            while self._unfinished(learner):
                 await self._iteration(learner, idle)
         except (InputError, ServerError, GameError, BaseExceptionGroup, asyncio.CancelledError):
             try:  # also when cancelled: another learner failed or the user stopped the run
@@ -155,7 +155,7 @@ class Trainer:
             except InputError as error:  # the fault that ended the run is the one to raise
                 self.log.say(f"[{learner.name}] warning: {error}")
             raise
-        if learner.version == 0:
+        if learner.version == 0 and learner.iteration > 0:
             self.log.say(f"[{learner.name}] warning: no group had a signal: the adapter that is written is untrained")
         await self._aside(lambda: self._save(learner))
         await self._aside(lambda: self._export(learner))
@@ -306,32 +306,41 @@ class Trainer:
             self._checkpoint_point(learner)
             raise TrainingStopped(f"{name}: {why}")
 
+    def _unfinished(self, learner: Learner) -> bool:
+        return learner.iteration < self.config.max_iters and not learner.solved
+
+    def _delivered(self, learner: Learner, version: int) -> Path:
+        """The folder that servers read a version from."""
+        return self.folder.resolve() / "adapters" / adapter_name(learner.name, version)
+
+    async def _write(self, learner: Learner) -> Path:
+        """Its newest weights where servers read them."""
+        folder, dtype = self._delivered(learner, learner.version), _model_dtype(learner.model)
+        await _in_thread(lambda: write_adapter_folder(learner.model, learner.name, folder, dtype=dtype))
+        return folder
+
     async def _rehearse(self, learner: Learner) -> None:
         """Deliver the untrained adapter, so that a server that cannot take it stops the run now and not after an
         iteration."""
-        folder = self.folder.resolve() / "adapters" / f"{learner.name}@v{learner.version}"
-        dtype = _model_dtype(learner.model)
         try:
-            await _in_thread(lambda: write_adapter_folder(learner.model, learner.name, folder, dtype=dtype))
+            folder = await self._write(learner)
             await self.delivery.rehearse(learner.name, learner.version, str(folder))
         finally:
-            await _in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
+            await self._forget(learner, learner.version)
 
     async def _deliver(self, learner: Learner) -> dict[str, float]:
         """Make the newest weights what the sampler uses for this learner from now on. Returns the seconds it took and
         what the canary found."""
         found: dict[str, float] = {}
         begin = time.perf_counter()
-        name = f"{learner.name}@v{learner.version}"
+        name = adapter_name(learner.name, learner.version)
         if isinstance(self.sampler.engine, LocalEngine):
             previous = self._names.get(learner.name)
             self.sampler.engine.bind(name, learner.name)
             if previous is not None:
                 await self.sampler.engine.unload_adapter(previous)
         else:
-            folder = self.folder.resolve() / "adapters" / name
-            dtype = _model_dtype(learner.model)
-            await _in_thread(lambda: write_adapter_folder(learner.model, learner.name, folder, dtype=dtype))
+            folder = await self._write(learner)
             scores = self._canaries.get(learner.name)
             canary = None if scores is None else Canary(scores.token_ids, scores.new, scores.old)
             judged = (await self.delivery.deliver(learner.name, learner.version, str(folder), canary)).canary
@@ -340,11 +349,13 @@ class Trainer:
                     "canary_error_new": judged.error_new, "canary_error_old": judged.error_old,
                     "canary_resolved": float(judged.resolved),
                 }  # fmt: skip
-            old = self.folder / "adapters" / f"{learner.name}@v{learner.version - 3}"
             # nobody samples from it; the ones after it stay, because a server reads an evicted one from disk again
-            await _in_thread(lambda: shutil.rmtree(old, ignore_errors=True))
+            await self._forget(learner, learner.version - 3)
         self._names[learner.name] = name
         return found | {"deliver_s": time.perf_counter() - begin}
+
+    async def _forget(self, learner: Learner, version: int) -> None:
+        await _in_thread(lambda: shutil.rmtree(self._delivered(learner, version), ignore_errors=True))
 
     def _remember_canary(self, learner: Learner, collected: Collected) -> None:
         """Fix the canary sequence at the first update: one real rollout, scored before the weights change."""

@@ -13,14 +13,18 @@ for lane in ${lanes//,/ }; do
 done
 END=${END:-$(($(date +%s) + 1500))}
 HELPDESK_S=${HELPDESK_S:-720}   # kept for the evidence run where it comes second
-gpus=${GPUS:-$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')}   # not the lines of its parts (MIG)
-[ "${SIZE:-gpu}" = tiny ] && gpus=${GPUS:-2}   # on a CPU, as on two
-for name in END HELPDESK_S SESSION_S gpus; do
+for name in END HELPDESK_S SESSION_S GPUS; do
   [[ ${!name:-1} =~ ^[1-9][0-9]*$ ]] || { echo "error: $name: expected a whole number > 0, found '${!name}'" >&2; exit 2; }
 done
 left() { echo $((END - $(date +%s) - ${1:-0})); }
 [ "$(left)" -gt 60 ] || { echo "error: END: expected more than 60 s from now, found $(left)" >&2; exit 2; }
 . "$(dirname "$0")/common.sh"
+devices=${CUDA_VISIBLE_DEVICES:-0,1}   # of the two lanes
+if [ -z "${GPUS:-}" ]; then
+  GPUS=$(tr , '\n' <<<"$devices" | wc -l)   # as many as were given; a CPU does as two
+  present=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')   # not the lines of its parts (MIG)
+  if [ "$SIZE" = gpu ] && [ "$present" -lt "$GPUS" ]; then GPUS=$present; fi
+fi
 has() { [[ $lanes == *,$1,* ]]; }
 run() { # run NAME COMMAND...: its messages and exit code in OUT/NAME.txt
   local name=$1 code=0
@@ -42,14 +46,13 @@ both() { # both NAME SECONDS COMMAND...: on both GPUs, unless less time is left
   fi
 }
 here=benchmarks/gpu
-devices=${CUDA_VISIBLE_DEVICES:-0,1}   # of the two lanes
 session() { # session SECONDS
   run session env CUDA_VISIBLE_DEVICES="${devices%%,*}" OUT="$OUT/session" WORK=/tmp/trace_session LIMIT_S="$1" bash $here/session.sh
 }
 helpdesk() { # helpdesk DEVICE
   run helpdesk env CUDA_VISIBLE_DEVICES="$1" OUT="$OUT/helpdesk" TOTAL_S="$(left 60)" bash $here/helpdesk.sh
 }
-if [ "$gpus" -lt 2 ]; then
+if [ "$GPUS" -lt 2 ]; then
   reserve=30
   if has helpdesk; then reserve=$HELPDESK_S; fi
   if has session; then
