@@ -114,10 +114,9 @@ def refuse_others(module: ChecksModule, source: Path) -> None:
     """
     if module.environment is None:
         return
-    recorded = rollouts.recorded_environment(source)
-    if recorded not in (None, module.environment):
+    if others := sorted(rollouts.recorded_environments(source) - {module.environment}):
         raise InputError(
-            f"{source}: rollouts of {recorded}, but {module.name} checks tasks of {module.environment}; "
+            f"{source}: rollouts of {others[0]!r}, but {module.name} checks tasks of {module.environment!r}; "
             "give the checks module of that environment"
         )
 

@@ -203,14 +203,14 @@ class ScriptedServer:
         """The token with a ``logit_bias`` and what is reported for it, when it is sampled: one other token, the stop
         token, has the rest of the probability. fp32, as on a server."""
         for name, bias in (body.get("logit_bias") or {}).items():
+            if bias < 0:  # held down
+                return SECOND + (int(name) == SECOND), -1.5
             most = math.log(0.5) if int(name) == SECOND else 0.0
             raw = np.float32(min(most, self.prompt_logprob([*prompt, int(name)], body["model"])[len(prompt)]))
             ours, other = raw + np.float32(bias), np.float32(np.log(-np.expm1(raw)) if raw < 0 else -200.0)
             if ours > other:
                 processed = ours - np.logaddexp(ours, other)
                 return int(name), float(min(np.float32(0.0), processed) if self.processed_logprobs else raw)
-            if int(name) == STOP:  # held down
-                return SECOND, -1.5
         return None
 
     async def _completions(self, request: web.Request) -> web.Response:

@@ -96,7 +96,8 @@ def test_the_gpus_that_are_there(jobs: Path, listed: str, second: int) -> None:
     tool.parent.mkdir()
     tool.write_text(f"#!/bin/sh\nprintf '{listed}'\n")
     tool.chmod(0o755)
-    assert lanes(jobs, LANES="session,helpdesk", SIZE="gpu", GPUS="", PATH=f"{tool.parent}:/usr/bin:/bin").returncode == 0
+    path = f"{tool.parent}:/usr/bin:/bin"
+    assert lanes(jobs, LANES="session,helpdesk", SIZE="gpu", GPUS="", PATH=path).returncode == 0
     assert set((jobs / "out/gpus").read_text().split("\n")[:-1]) == {"session 0", f"helpdesk {second}"}
 
 

@@ -320,6 +320,7 @@ def test_a_dead_server_while_choosing_ends_the_command(
         (["--merge", "ties,tis"], "--merge 'tis'"),
         (["--merge", "ties", "--merge-density", "0"], "density"),
         (["--gate", "runs/no_gate"], "gate runs/no_gate: not found; train one"),
+        (["--gate", "no_gate.yaml"], "no_gate.yaml"),
         (["--soft-gate", "z=runs/no_gate"], "gate runs/no_gate: not found; train one"),
         (["--gate", "a=runs/a,a=runs/b"], "'a' appears twice"),
         (["--gate", "merge=runs/a"], "a name of its own"),

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from scripted_server import SECOND, ScriptedServer
 
+from game_registry import AgentError
 from pipeline.files import InputError, ServerError
 from train.delivery import (
     SCORED_TOKENS,
@@ -231,6 +232,21 @@ async def test_a_server_that_takes_no_bias_is_named(scripted_server: ScriptedSer
         await engine.close()
 
 
+async def test_a_server_that_ignores_the_bias_is_named(
+    scripted_server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a proxy that drops what it does not know: a token that is certain anyway would pass for a forced one."""
+    monkeypatch.setattr(ScriptedServer, "_biased", lambda *_: None)
+    scripted_server.logprob = lambda token, body: -0.1
+    engine = VllmEngine(scripted_server.url, "scripted", [2], times=FAST)
+    try:
+        with pytest.raises(AgentError, match=r"logit_bias, .* is ignored") as caught:
+            await engine.sample([5], SamplingParams(4, 0.7))
+        assert caught.value.kind == "nonsense"
+    finally:
+        await engine.close()
+
+
 async def test_a_restarted_server_may_report_others(scripted_server: ScriptedServer, tmp_path: Path) -> None:
     """Nobody noticed the restart but the turn that met a server without its adapter."""
     engine = VllmEngine(scripted_server.url, "scripted", [2], times=dataclasses.replace(FAST, probe_every_s=600.0))
@@ -278,6 +294,23 @@ def test_one_server_that_lives_and_loads_nothing(scripted_server: ScriptedServer
         with pytest.raises(InputError, match=rf"{other.url} does not load adapters \(.*scripted failure"):
             rehearse(tmp_path, scripted_server, other)
         assert scripted_server.adapters == {}
+
+
+@pytest.mark.parametrize("fail", ["500", "hang"])
+def test_the_only_server_lives_and_loads_nothing(scripted_server: ScriptedServer, tmp_path: Path, fail: str) -> None:
+    scripted_server.fail, scripted_server.fail_paths = fail, LOAD
+    with pytest.raises(InputError, match=rf"{scripted_server.url} does not load adapters"):
+        rehearse(tmp_path, scripted_server)
+
+
+def test_a_rehearsal_takes_no_version_in_use_off(scripted_server: ScriptedServer, tmp_path: Path) -> None:
+    async def steps(delivery: AdapterDelivery) -> None:
+        await delivery.deliver("a", 0, folder(tmp_path, "v0"))
+        with pytest.raises(InputError, match="in use"):
+            await delivery.rehearse("a", 0, folder(tmp_path, "v0"))
+
+    deliver(scripted_server, steps)
+    assert list(scripted_server.adapters) == ["a@v0"]
 
 
 def test_a_server_that_died_in_a_rehearsal_is_no_fault(scripted_server: ScriptedServer, tmp_path: Path) -> None:

@@ -34,6 +34,9 @@ def capability_checks(seed, messages):
     [
         ({"env": "desk"}, True),
         ({"settings": {"env": "capability_tool_calling_precision"}}, True),
+        ({"env": "helpdesk", "settings": {"env": "other"}}, True),
+        ({"single": {"env": "other"}}, True),
+        ({"single": {"env": "helpdesk"}}, False),
         ({"settings": {"env": "helpdesk"}}, False),
         ({"env": "helpdesk"}, False),
         ({}, False),
@@ -41,12 +44,12 @@ def capability_checks(seed, messages):
 )
 def test_rollouts_of_another_environment_are_refused(tmp_path: Path, info: dict[str, Any], refused: bool) -> None:
     """Its seeds mean other tasks: every label would be wrong, and none would look it."""
-    path = tmp_path / "rollouts.json"
-    path.write_text(json.dumps({"info": info, "simulations": [rollout(0, "x", 1.0)]}))
+    path, single = tmp_path / "rollouts.json", info.get("single", {})
+    path.write_text(json.dumps({"info": info, "simulations": [rollout(0, "x", 1.0), rollout(1, "x", 1.0, **single)]}))
     done = label(tmp_path, "games.helpdesk", path)
     assert (done.returncode == 2) is refused, done.stderr
     if refused:
-        assert "games.helpdesk checks tasks of helpdesk" in done.stderr and not (tmp_path / "labels").exists()
+        assert "games.helpdesk checks tasks of 'helpdesk'" in done.stderr and not (tmp_path / "labels").exists()
 
 
 @pytest.fixture
@@ -105,7 +108,7 @@ def test_summaries_of_another_environment_are_refused(tmp_path: Path, module: st
     rollouts, summaries = write_rollouts(tmp_path), tmp_path / "summaries.json"
     assert run_main(_summarize.main, "--input", rollouts, "--output", summaries).returncode == 0
     done = label(tmp_path, "games.helpdesk", summaries)
-    assert done.returncode == 2 and "rollouts of desk" in done.stderr and not (tmp_path / "labels").exists()
+    assert done.returncode == 2 and "rollouts of 'desk'" in done.stderr and not (tmp_path / "labels").exists()
     assert label(tmp_path, module, summaries).returncode == 0, "a module that names no environment takes all"
 
 

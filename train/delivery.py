@@ -183,19 +183,27 @@ class AdapterDelivery:
 
         Raises:
             InputError: a server is healthy and takes no adapter: LoRA off, a rank above its limit, targets that it does
-                not know, a folder that it does not see.
+                not know, a folder that it does not see. Or the version is in use.
             ServerError: no server is alive.
         """
         name = adapter_name(capability, version)
-        pool = self.engine.pool if isinstance(self.engine, VllmEngine) else None
-        before = pool.alive if pool else []
+        before = self.engine.pool.alive if isinstance(self.engine, VllmEngine) else []
         try:
             await self.engine.load_adapter(name, folder)
-            for server in before:  # one that died will load it when it returns; one that lives never would
-                if pool and not server.alive and await pool.healthy(server):
-                    raise InputError(f"{server.url} does not load adapters ({server.why_dead}); its log says why")
+        except ServerError:
+            await self._refuse_unable(before)
+            raise
+        try:
+            await self._refuse_unable(before)
         finally:
             await self.engine.unload_adapter(name)
+
+    async def _refuse_unable(self, servers: Sequence[Server]) -> None:
+        """Name a server that was dropped at a load and lives: it would be dropped again at every delivery, while one
+        that died loads what it lacks when it returns."""
+        for server in servers:
+            if not server.alive and isinstance(self.engine, VllmEngine) and await self.engine.pool.healthy(server):
+                raise InputError(f"{server.url} does not load adapters ({server.why_dead}); its log says why")
 
     async def _check(self, engine: VllmEngine, capability: str, name: str, canary: Canary) -> CanaryResult | None:
         """The worst result over the servers; None when none of them lived to be judged."""

@@ -111,7 +111,8 @@ def _named(text: str, default: str, flag: str) -> list[tuple[str, str]]:
 
 def _check_gate(gate: str | None) -> None:
     """Read it here and not when its turn has come: everything else may have been sampled for hours by then."""
-    if gate is not None and not gate.endswith((".yaml", ".yml")):
+    if gate is not None:
         from moe_gate.checkpoint import read_gate
+        from moe_gate.config import load_gate_config
 
-        read_gate(gate)
+        read_gate(load_gate_config(gate).output_dir if gate.endswith((".yaml", ".yml")) else gate)

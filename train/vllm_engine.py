@@ -250,11 +250,14 @@ class VllmEngine:
 
         Raises:
             InputError: it takes no ``logit_bias``.
+            NonsenseAnswer: it ignores it.
         """
         if server.processed_logprobs is None:
             try:
                 first, _ = await self._biased(server, model, prompt_ids, {}, salt)
                 second, _ = await self._biased(server, model, prompt_ids, {first: -FORCE}, salt)
+                if second == first:
+                    raise NonsenseAnswer("logit_bias, with which log-probs are checked, is ignored; use stock vLLM")
                 found = await self._force(server, model, prompt_ids, second, salt)
             except RefusedRequest as error:
                 if "logit_bias" not in error.detail:

@@ -31,13 +31,16 @@ def environment_of(path: Path) -> str:
     return named_environment(single(path, "info")) or path.stem
 
 
-def recorded_environment(path: Path) -> str | None:
-    """The environment that the file says it is of, also in the settings of ``train.collect_rollouts``; None: nowhere.
+def recorded_environments(path: Path) -> set[str]:
+    """The environments that the file says it is of: in ``info``, in the settings of ``train.collect_rollouts`` there,
+    and in single rollouts.
 
     Ids do not have the one in the settings: those of files that are labelled already would change.
     """
     info = single(path, "info")
-    return named_environment(info) or (named_environment(info.get("settings")) if isinstance(info, dict) else None)
+    named = [named_environment(info), named_environment(info.get("settings")) if isinstance(info, dict) else None]
+    named += [env for env in items(path, "simulations.item.env") if isinstance(env, str)]
+    return {name for name in named if name}
 
 
 def read(path: Path, threshold: float) -> Iterator[Trajectory]:
