@@ -35,6 +35,7 @@ from benchmarks.bench_games import NAMES  # noqa: E402
 from benchmarks.serving import served  # noqa: E402
 from pipeline.files import InputError, ServerError, read_jsonl, run_cli, write_json  # noqa: E402
 
+SIZES = ("packs", "packed_tokens", "plain_tokens", "sampled_tokens")
 PHASES = ("sample_s", "update_s", "deliver_s", "idle_share", "trainer_idle_share")
 
 
@@ -121,6 +122,7 @@ def measure(metrics: Path, warmup: int) -> dict[str, Any]:
         "iterations": last - warmup,
         "tokens_per_s": round(sum(r["sampled_tokens"] for r in timed) / wall, 1),
         **{key: round(statistics.mean(r[key] for r in timed), 4) for key in PHASES},
+        "rows": [{key: r.get(key) for key in ("adapter", "iteration", "elapsed_s", *PHASES, *SIZES)} for r in rows],
     }
 
 
@@ -169,6 +171,7 @@ def main() -> int:
     record: dict[str, Any] = {
         "schema_version": 1, "benchmark": "bench_capabilities", "preset": args.preset,
         "shape": dataclasses.asdict(preset), "machine": machine(), "runs": [],
+        "trainer_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="trace_bench_") as work:
         model = args.model or Path(work) / "model"
@@ -185,7 +188,8 @@ def main() -> int:
     one, many = (run["wall_s"] for run in record["runs"])
     record[f"wall_ratio_{args.capabilities}_vs_1"] = round(many / one, 3)
     write_json(args.out, record)
-    print(json.dumps({k: v for k, v in record.items() if k != "shape"}, indent=2))
+    brief = [{k: v for k, v in run.items() if k != "rows"} for run in record["runs"]]
+    print(json.dumps({k: v for k, v in record.items() if k != "shape"} | {"runs": brief}, indent=2))
     return 0
 
 

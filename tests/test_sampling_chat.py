@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.files import InputError
-from train.chat import ChatCodec
+from train.chat import KEPT_PROMPTS, ChatCodec
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -137,6 +137,26 @@ def test_tools_and_template_options_reach_the_template(tokenizer: Any) -> None:
     text = tokenizer.decode(codec.prompt_ids(CONVERSATION, TOOLS))
     assert '"name": "look"' in text and text.endswith("<think>\n\n</think>\n\n")
     assert "<think>" not in tokenizer.decode(codec_with(tokenizer, QWEN3_LIKE).prompt_ids(CONVERSATION))
+
+
+def test_a_groups_prompt_is_rendered_once(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = codec_with(tokenizer, CHATML)
+    rendered: list[Any] = []
+    render = codec._render
+    monkeypatch.setattr(codec, "_render", lambda *a, **k: rendered.append(a) or render(*a, **k))
+    messages = [{"role": "user", "content": "hi"}]
+    first = codec.prompt_ids(messages)
+    first.append(-1)  # an episode goes on from its own list
+    assert codec.prompt_ids([dict(m) for m in messages]) == first[:-1] and len(rendered) == 1
+    messages[0]["content"] = "ho"
+    assert codec.prompt_ids(messages) != first[:-1] and len(rendered) == 2
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+    codec.prompt_ids(messages, tools)
+    assert len(rendered) == 3
+    for i in range(KEPT_PROMPTS):
+        codec.prompt_ids([{"role": "user", "content": str(i)}])
+    assert len(codec._prompts) == KEPT_PROMPTS
+    assert codec.prompt_ids([{"role": "user", "content": "hi"}]) == first[:-1] and len(rendered) == 4 + KEPT_PROMPTS
 
 
 def test_decode_drops_only_the_end_of_the_turn(tokenizer: Any) -> None:

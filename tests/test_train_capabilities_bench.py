@@ -35,6 +35,8 @@ def write(path: Path, records: list[dict[str, Any]]) -> Path:
 
 def test_wall_time_starts_after_the_warm_up_and_ends_with_the_last(tmp_path: Path) -> None:
     one = measure(write(tmp_path / "one", rows("a", [10.0, 12.0, 14.0])), 1)
+    each = one.pop("rows")
+    assert [r["elapsed_s"] for r in each] == [10.0, 12.0, 14.0] and each[0]["update_s"] == 0.5
     assert one == {
         "adapters": 1, "wall_s": 4.0, "iterations": 2, "tokens_per_s": 15.0, "sample_s": 1.0, "update_s": 0.5,
         "deliver_s": 0.1, "idle_share": 0.2, "trainer_idle_share": 0.4,

@@ -4,6 +4,7 @@ checkpointing."""
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 from typing import Any
 
@@ -459,3 +460,39 @@ def test_heads_that_the_chunked_logprobs_do_not_know_are_refused() -> None:
     model = attach_adapter(tiny_model("llama"), "skill", lora_config(4, 8, ("q_proj", "lm_head")), seed=0)
     with pytest.raises(InputError, match="lm_head"):
         head_weight(model)
+
+
+def test_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The switch, what it leaves out on a GPU, and that the training command turns it."""
+    from train import run as run_module
+    from train.config import TrainConfig
+    from train.kernels import use_deterministic_kernels
+    from train.tree_attention import suits_cudnn
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # whatever it was comes back at the end
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    gpu = torch.device("cuda")
+    assert suits_cudnn(gpu, torch.bfloat16, 128)
+    before = torch._inductor.config.deterministic
+    try:
+        use_deterministic_kernels()
+        assert torch.are_deterministic_algorithms_enabled() and torch._inductor.config.deterministic
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert not suits_cudnn(gpu, torch.bfloat16, 128)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch._inductor.config.deterministic = before
+
+    turned: list[bool] = []
+
+    def stop(device: str) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(run_module, "use_deterministic_kernels", lambda: turned.append(True))
+    monkeypatch.setattr(run_module, "join_ranks", stop)
+    for deterministic in (False, True):
+        config = TrainConfig(model="m", capabilities=("a",), deterministic=deterministic)
+        with pytest.raises(InterruptedError):
+            run_module.run(config, {}, {}, range(0), {})
+        assert turned == [True] * deterministic

@@ -15,6 +15,7 @@ from game_registry import Message
 from pipeline.files import InputError
 from tool_calls import ToolSchema
 
+KEPT_PROMPTS = 256  # the newest; groups begin one after the other
 _MARK = "\u2042\u2042assistant\u2042\u2042"  # cannot occur in a template
 
 
@@ -37,6 +38,7 @@ class ChatCodec:
         self.tokenizer = tokenizer
         self.stop_token_ids = tuple(dict.fromkeys(int(i) for i in stop_token_ids))
         self.template_kwargs = template_kwargs or {}
+        self._prompts: dict[str, list[int]] = {}
         if not getattr(tokenizer, "chat_template", None):
             raise InputError(
                 "the tokenizer has no chat template; use an instruct model or add chat_template.jinja to its folder"
@@ -77,7 +79,14 @@ class ChatCodec:
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> list[int]:
         """Tokens of ``messages`` up to where the assistant's answer begins."""
-        return self._encode(self._render(messages, tools, generate=True))
+        key = repr((messages, tools))  # the episodes of a group all begin with the same
+        ids = self._prompts.get(key)
+        if ids is None:
+            ids = self._encode(self._render(messages, tools, generate=True))
+            self._prompts[key] = ids
+            if len(self._prompts) > KEPT_PROMPTS:
+                del self._prompts[next(iter(self._prompts))]
+        return list(ids)
 
     def suffix_ids(self, new_messages: Sequence[Message], *, turn_closed: bool = True) -> list[int]:
         """Context tokens between a sampled turn and the next one: turn ending, ``new_messages``, start of the answer.

@@ -7,12 +7,26 @@ input.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch._inductor.config as inductor
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def use_deterministic_kernels() -> None:
+    """Let every computation of this process give the same bits each time, on every GPU of one kind.
+
+    Kernels are then chosen without timing them, and none adds up in an order that chance decides: tree attention
+    leaves cuDNN's out, whose backward does. To be called before the first computation on a GPU.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
+    inductor.deterministic = True
 
 
 def fused_on_gpu(function: F) -> F:

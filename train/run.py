@@ -23,6 +23,7 @@ from train.engines import EngineOptions, open_engine
 from train.forward import can_pack
 from train.groups import Sampler
 from train.grpo import Trainer, Worker, checkpoint_settings
+from train.kernels import use_deterministic_kernels
 from train.learner import Learner, UpdateConfig
 from train.local_engine import LocalEngine, load_model
 from train.lora import attach_adapter, lora_config
@@ -42,6 +43,8 @@ def run(
         tasks: the seeds to train on, empty for ever new ones.
         resume: the checkpoint that each adapter goes on from; without one it starts anew.
     """
+    if config.deterministic:
+        use_deterministic_kernels()
     ranks, device = join_ranks(config.device)
     try:
         with said_once():
