@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import cProfile
 import dataclasses
+import pstats
 import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -39,7 +42,7 @@ PRESETS = {
             "max_position_embeddings": 40960,
         },
         "bfloat16", 16, 4096, 512, 0.25, 32, 5,
-        {"tree": 120, "trl": 100, "check": 150, "attention": 60, "tree_flex": 100},
+        {"tree": 120, "trl": 100, "check": 150, "attention": 60, "tree_flex": 100, "small": 90},
     ),
     "cpu": Preset(
         {
@@ -48,8 +51,14 @@ PRESETS = {
             "max_position_embeddings": 1024,
         },
         "float32", 4, 96, 16, 0.25, 4, 2,
-        {"tree": 60, "trl": 90, "check": 60},
+        {"tree": 60, "trl": 90, "check": 60, "small": 60},
     ),
+}  # fmt: skip
+
+
+SMALL = {  # Qwen3-0.6B
+    "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "vocab_size": 32768,
 }  # fmt: skip
 
 
@@ -219,6 +228,49 @@ def profile(function: Callable[[], Any]) -> list[list[Any]]:
     for row in rows[:40]:
         say(f"{row[1]:10.2f} ms {row[2]:6d}  {row[0]}")
     return [list(row) for row in rows[:60]]
+
+
+def run_small(preset: Preset, device: str) -> dict[str, Any]:
+    """Four groups of eight short episodes on a small model: hardly anything to compute, so that the time is that of
+    Python and of kernel launches. ``busy_share``: of the step, a kernel ran."""
+    from train.learner import UpdateConfig
+    from train.losses import LossConfig
+
+    if device == "cuda":
+        preset = dataclasses.replace(preset, config=preset.config | SMALL, group=8, prompt=700, suffix=464, sampled=1.0)
+    learner = new_learner(build_model(preset, device), preset)
+    config = UpdateConfig(LossConfig(), 1.0, pack_tokens=16384)
+    batches = [[dataclasses.replace(i, group=g) for g in range(4) for i in group_items(preset, 4 * k + g, 16)]
+               for k in range(4)]  # fmt: skip
+
+    def update(k: int) -> None:
+        learner.update(batches[k], config)
+
+    result: dict[str, Any] = {"first_s": [timed(lambda k=k: update(k), 1, device)[0] for k in range(3)]}  # type: ignore[misc]
+    times = timed(lambda: update(3), preset.repeats, device)
+    result |= {"step_s": statistics.median(times), "times_s": times}
+    result["score_s"] = timed(lambda: learner.logprobs_of(batches[3][0].sequence.token_ids[-512:]), 3, device)
+    result["phases_ms"] = phases(learner, batches[3], device)
+    if device == "cuda":
+        result["kernels"] = profile(lambda: update(3))
+        result["busy_share"] = sum(row[1] for row in result["kernels"]) / 1e3 / result["step_s"]
+    result["python"] = python_profile(lambda: update(3))
+    say(str({k: v for k, v in result.items() if k not in ("kernels", "python")}))
+    return result
+
+
+def python_profile(function: Callable[[], Any]) -> list[list[Any]]:
+    """[function, milliseconds in itself, milliseconds with what it calls, calls] of one call, the longest first."""
+    recorded = cProfile.Profile()
+    recorded.runcall(function)
+    rows = [
+        [f"{Path(file).name}:{line} {name}", round(own * 1e3, 2), round(total * 1e3, 2), calls]
+        for (file, line, name), (_, calls, own, total, _) in pstats.Stats(recorded).stats.items()  # type: ignore[attr-defined]
+    ]
+    rows.sort(key=lambda row: -row[1])
+    for row in rows[:25]:
+        say(f"{row[1]:8.2f} {row[2]:8.2f} ms {row[3]:6d}  {row[0]}")
+    return rows[:40]
 
 
 def run_trl(preset: Preset, device: str) -> dict[str, Any]:
@@ -429,4 +481,5 @@ VARIANTS = {
     "check": run_check,
     "attention": run_attention,
     "trl": run_trl,
+    "small": run_small,
 }

@@ -198,6 +198,7 @@ def steps(size: str, work: str, model: str, gate_set: tuple[str, ...]) -> list[T
         step("gate_sft", 30, python, here + "bench_gate.py", "--parts", "sft", "--model", model, "--size", kind,
              "--work", f"{work}/gate_sft", "--rank", "8" if tiny else "32",
              "--sft-prompts", "40" if tiny else "400", idle=True),
+        step("grpo_small", 60, *grpo, "--variants", "small"),
         step("grpo_check", 60, *grpo, "--variants", "check", idle=True),
         fire("base", 30, optional=True),
     ]  # fmt: skip

@@ -121,7 +121,7 @@ def test_two_commands_of_ten_minutes_hold_everything() -> None:
     serve_s = total_seconds(plan, serve, ("base", "gate"), ())
     assert torch_s + serve_s + 4 * session.RESERVE_S < 900
     assert choose(plan, serve, 560 - session.RESERVE_S)[1] == {}, "on a new machine too"
-    assert [s.name for s in asked["torch"]] == ["bench_grpo_step", "gate_hf"]
+    assert [s.name for s in asked["torch"]] == ["bench_grpo_step", "gate_hf", "grpo_small"]
 
 
 @pytest.mark.parametrize("size", ["gpu", "tiny"])
