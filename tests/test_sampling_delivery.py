@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import decimal
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from train.delivery import (
     spread_indices,
 )
 from train.engine import SamplingParams
+from train.gate_data import adapter_name as gate_adapter_name
 from train.vllm_engine import VllmEngine
 from train.vllm_pool import PoolTimes
 from train.vllm_protocol import magnified, without_bias
@@ -311,6 +313,47 @@ def test_a_rehearsal_takes_no_version_in_use_off(scripted_server: ScriptedServer
 
     deliver(scripted_server, steps)
     assert list(scripted_server.adapters) == ["a@v0"]
+
+
+def test_two_runs_share_a_server(scripted_server: ScriptedServer, tmp_path: Path) -> None:
+    """Of one capability at one version: neither takes the other's adapter off, or samples from it."""
+    own, their = tmp_path / "own", tmp_path / "their"
+    own.mkdir()
+    their.mkdir()
+    with ScriptedServer() as other:
+
+        async def both() -> None:
+            first = VllmEngine(other.url, "scripted", [2], times=FAST)
+            second = VllmEngine(f"{scripted_server.url},{other.url}", "scripted", [2], times=FAST)
+            theirs, mine = AdapterDelivery(first), AdapterDelivery(second)
+            try:
+                folders = {"a@v1": folder(their, "a@v1")}
+                assert (await theirs.deliver("a", 1, folders["a@v1"])).name == "a@v1"
+                await mine.rehearse("a", 1, folder(own, "a@v1"))
+                assert scripted_server.adapters == {} and other.adapters == folders
+                name = (await mine.deliver("a", 1, folder(own, "a@v1"))).name
+                assert re.fullmatch(r"a@v1\.[0-9a-f]{6}", name) and gate_adapter_name(name) == "a"
+                folders[name] = folder(own, "a@v1")
+                assert other.adapters == folders and list(scripted_server.adapters) == [name]
+                assert (await second.sample([1], SamplingParams(4), name)).token_ids == (2,)
+                asked = [server.calls("/v1/completions") for server in (scripted_server, other)]
+                assert [body["model"] for bodies in asked for body in bodies] == [name]
+                await mine.close()
+                assert other.adapters == {"a@v1": folders["a@v1"]} and scripted_server.adapters == {}
+                assert (await theirs.deliver("a", 2, folder(their, "a@v2"))).name == "a@v2"
+            finally:
+                await first.close()
+                await second.close()
+
+        asyncio.run(both())
+
+
+def test_what_a_killed_run_left_is_loaded_anew(scripted_server: ScriptedServer, tmp_path: Path) -> None:
+    path = folder(tmp_path, "a@v1")
+    scripted_server.adapters["a@v1"] = path
+    report = deliver(scripted_server, lambda delivery: delivery.deliver("a", 1, path))
+    assert report.name == "a@v1" and scripted_server.adapters == {"a@v1": path}
+    assert [len(scripted_server.calls(f"/v1/{do}_lora_adapter")) for do in ("load", "unload")] == [2, 1]
 
 
 def test_a_server_that_died_in_a_rehearsal_is_no_fault(scripted_server: ScriptedServer, tmp_path: Path) -> None:

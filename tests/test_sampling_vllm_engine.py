@@ -18,7 +18,7 @@ from game_registry import AgentError
 from pipeline.files import InputError, ServerError
 from pipeline.ports import free_port
 from train.engine import SamplingParams
-from train.vllm_engine import VllmEngine, times_from_env
+from train.vllm_engine import NameTaken, VllmEngine, times_from_env
 from train.vllm_pool import PoolTimes
 from train.vllm_protocol import count_engines, parse_base_urls
 
@@ -372,14 +372,25 @@ async def test_a_name_is_never_reused_for_other_weights(scripted_server: Scripte
 async def test_name_left_by_an_earlier_run_is_replaced_and_its_cache_not_shared(
     scripted_server: ScriptedServer, tmp_path: Path
 ) -> None:
-    salts = []
-    for run in ("first", "second"):
+    salts, folder = [], adapter_folder(tmp_path, "run")
+    for _ in range(2):
         async with open_engine(scripted_server) as engine:  # the first run is killed: nothing is unloaded
-            await engine.load_adapter("a@v1", adapter_folder(tmp_path, run))
+            await engine.load_adapter("a@v1", folder)
             await engine.sample([5], PARAMS, "a@v1")
         salts.append(scripted_server.calls("/v1/completions")[-1]["cache_salt"])
-    assert scripted_server.adapters["a@v1"].endswith("second")
+    assert len(scripted_server.calls("/v1/unload_lora_adapter")) == 1
     assert salts[0] != salts[1], "keys and values cached under the old weights would be used for the new"
+
+
+async def test_the_name_of_another_run_is_left_to_it(scripted_server: ScriptedServer, tmp_path: Path) -> None:
+    own = adapter_folder(tmp_path, "own")
+    scripted_server.adapters["a@v1"] = adapter_folder(tmp_path, "their")
+    async with open_engine(scripted_server) as engine:
+        with pytest.raises(NameTaken, match=r"another run, from .*their; use another name"):
+            await engine.load_adapter("a@v1", own)
+        await engine.load_adapter("a@v2", own)
+    assert sorted(scripted_server.adapters) == ["a@v1", "a@v2"]
+    assert not scripted_server.calls("/v1/unload_lora_adapter")
 
 
 async def test_run_time_lora_switched_off_is_explained(scripted_server: ScriptedServer, tmp_path: Path) -> None:

@@ -46,6 +46,10 @@ MAX_MAGNIFIED = 100.0  # fp32 log-probs are good to some 4e-6, so what is read i
 MAX_BIASES = 16
 
 
+class NameTaken(InputError):
+    """An adapter of that name from another folder is on a server: another run's, which may be sampling from it."""
+
+
 def times_from_env(environ: Mapping[str, str]) -> PoolTimes:
     """``VLLM_TIMEOUT_S`` as the deadline of one request.
 
@@ -94,6 +98,7 @@ class VllmEngine:
         self.pool = ServerPool(parse_base_urls(base_urls), api_key=api_key, times=times, on_return=self._restore)
         self._adapters: dict[str, str] = {}
         self._served_adapters: set[str] = set()
+        self._foreign: set[tuple[int, str]] = set()  # (server, adapter name) that may be another run's
         self._salts: dict[str | None, str] = {None: secrets.token_hex(8)}
         self._busy: collections.Counter[str | None] = collections.Counter()
         self._idle = asyncio.Condition()
@@ -273,6 +278,7 @@ class VllmEngine:
 
         Raises:
             InputError: no such folder, a name in use, run-time LoRA off, a rank too high, a data-parallel server.
+            NameTaken: by another run.
             ServerError: no server took it.
         """
         path = resolved(folder, "adapter")
@@ -295,7 +301,9 @@ class VllmEngine:
                 raise ServerError(f"adapter {name}: no server is alive to take it; start one and run this again")
         except BaseException:  # a cancelled load arrives there as well
             self._adapters.pop(name, None)
-            await asyncio.gather(*(self._post_unload(s, name) for s in self.pool.alive))  # where it was taken
+            mine = [s for s in self.pool.alive if (s.index, name) not in self._foreign]  # where it was taken
+            self._foreign -= {(s.index, name) for s in self.pool.servers}
+            await asyncio.gather(*(self._post_unload(s, name) for s in mine))
             raise
 
     async def use_served_adapter(self, name: str) -> None:
@@ -330,7 +338,10 @@ class VllmEngine:
             await self._post_load(server, body)
         except RefusedRequest as error:
             if error.status == 400 and "already been loaded" in error.detail:
-                # The name was used before this run (or a try that broke off loaded it): its weights may be others.
+                self._foreign.add((server.index, name))
+                await self._refuse_taken(server, name, folder)
+                self._foreign.discard((server.index, name))
+                # A try that broke off loaded it, or this run before it was killed: its weights may be others.
                 await self._post_unload(server, name)
                 await self._post_load(server, body)
             elif error.status in (404, 405) and "adapter" not in error.detail.replace("load_lora_adapter", "").lower():
@@ -345,6 +356,14 @@ class VllmEngine:
             raise
         server.adapters[name] = folder
         self.pool.note(server, "loaded", adapter=name)
+
+    async def _refuse_taken(self, server: Server, name: str, folder: str) -> None:
+        models = read_models(await self.pool.request_retrying(server, "GET", "/v1/models", timeout_s=30.0))
+        taken = models.adapters.get(name, folder)
+        if _path(taken) != Path(folder).resolve():
+            raise NameTaken(
+                f"{server.url} has an adapter {name!r} of another run, from {taken}; use another name, or restart it"
+            )
 
     async def _post_load(self, server: Server, body: dict[str, str]) -> None:
         limit = min(LOAD_S, self.pool.times.request_s)

@@ -28,11 +28,11 @@ class NonsenseAnswer(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class ServedModels:
-    """``/v1/models``: names of the base model, names of loaded adapters, and the context length in tokens."""
+    """``/v1/models``: names of the base model, loaded adapters (name -> folder), and the context length in tokens."""
 
     base: tuple[str, ...]
     roots: tuple[str, ...]
-    adapters: tuple[str, ...]
+    adapters: Mapping[str, str]
     max_model_len: int | None
 
 
@@ -207,7 +207,7 @@ def read_models(payload: Any) -> ServedModels:
     return ServedModels(
         base=tuple(m["id"] for m in base),
         roots=tuple(str(m.get("root")) for m in base),
-        adapters=tuple(m["id"] for m in rows if m.get("parent") is not None),
+        adapters={m["id"]: str(m.get("root")) for m in rows if m.get("parent") is not None},
         max_model_len=min(lengths) if lengths else None,
     )
 
