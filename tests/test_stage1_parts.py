@@ -147,6 +147,7 @@ def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
         (b'{"a": ', "not valid JSON"),
         (b'{"a": NaN}', "not valid JSON"),
         (b'{"a": 1}}', "not valid JSON"),
+        (b'{"a": 1}\n{"a": 2}\n', "JSON Lines"),
         (b'{"a": "\xff"}', "not valid JSON"),
         (b'{"a": 99999999999999999999999}', "not valid JSON"),
     ],

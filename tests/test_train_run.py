@@ -46,6 +46,7 @@ def test_two_capabilities_at_once_and_their_files(runs: Runs, capsys: pytest.Cap
 
     assert runs("r", BOTH, "--max-iters 3 --save-every 2 --rollout-log") == 0
     err = capsys.readouterr().err
+    assert '"max_iters": 3' in err.splitlines()[0] and "clip_low" not in err.splitlines()[0], "only what was chosen"
     assert "settings: {" in err and "[printable 3/3] reward" in err and "tok/s" in err
     config = json.loads((runs.tmp / "r/config.json").read_text())
     assert config["schema_version"] == 1 and config["group_size"] == 4

@@ -33,7 +33,7 @@ from train.engines import EngineOptions, add_engine_flags, engine_options, open_
 from train.evaluation_choice import summarise_picks
 from train.evaluation_report import render_report
 from train.evaluation_stats import BOOTSTRAP, Trial, compare, summarize, union_trials
-from train.evaluation_systems import UNION, add_system_flags, systems_from
+from train.evaluation_systems import UNION, add_system_flags, refuse_empty, systems_from
 from train.identity import base_identity
 from train.systems import MODES, Plan, ResultStore, System, open_routed, release_memory, sample_missing
 from train.user_llm import UserLLM, add_user_llm_flags, user_llm_from
@@ -104,6 +104,7 @@ def plan_from(args: argparse.Namespace) -> Plan:
 def main() -> int:
     args = build_parser().parse_args()
     plan = plan_from(args)
+    refuse_empty(args)
     names = list(dict.fromkeys(filter(None, (n.strip() for n in args.envs.split(",")))))
     if not names:
         raise InputError("--envs: expected a comma list of environments, found none")
@@ -113,7 +114,7 @@ def main() -> int:
         refuse_mined(tasks, args.summaries, allow=args.allow_mined)
     options = engine_options(args)
     curves = read_curves(args.train_metrics)
-    singles, beside = parse_adapters(args.adapters), parse_adapters(args.other_adapters)
+    singles, beside = parse_adapters(args.adapters or ""), parse_adapters(args.other_adapters or "")
     with as_folders(singles) as folders, as_folders(beside) as others:
         systems = systems_from(args, folders, others)
         base = base_identity(options.model)

@@ -18,10 +18,9 @@ RESERVED = ("base", "routed", "soft", "chosen", UNION, *MERGE_NAMES.values())
 def add_system_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that ``systems_from`` reads."""
     group = parser.add_argument_group("systems (the base is always one)")
-    group.add_argument("--adapters", default="", help="single adapters: comma list of PATH or NAME=PATH")
+    group.add_argument("--adapters", help="single adapters: comma list of PATH or NAME=PATH")
     group.add_argument(
         "--other-adapters",
-        default="",
         help="adapters to show that are no part of the composition (trained on everything, say); NAME=PATH,...",
     )
     group.add_argument(
@@ -36,14 +35,30 @@ def add_system_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--choose", metavar="FILE", help="the base picks one adapter per task by the descriptions in this selection"
     )
-    group.add_argument("--gate", default="", help="routed mixtures in this process: FOLDER or NAME=FOLDER,...")
+    group.add_argument("--gate", help="routed mixtures in this process: FOLDER or NAME=FOLDER,...")
     group.add_argument(
-        "--soft-gate", default="", help="the same gates as soft mixtures (softmax in place of argmax); as --gate"
+        "--soft-gate", help="the same gates as soft mixtures (softmax in place of argmax); as --gate"
     )
     group.add_argument(
-        "--routed-base-url", default="", help="servers of exported routed models: URL or NAME=URL, comma list"
+        "--routed-base-url", help="servers of exported routed models: URL or NAME=URL, comma list"
     )
     group.add_argument("--routed-model", help="the served name there [the only one there]")
+
+
+LISTS = ("adapters", "other_adapters", "merge", "choose", "gate", "soft_gate", "routed_base_url")
+
+
+def refuse_empty(args: argparse.Namespace) -> None:
+    """A flag of ``add_system_flags`` whose value is empty: a variable that is not set, and a table without its row.
+
+    Raises:
+        InputError: there is one.
+    """
+    for name in LISTS:
+        value = getattr(args, name)
+        if value is not None and not value.strip(" ,"):
+            flag = "--" + name.replace("_", "-")
+            raise InputError(f"{flag} {value!r}: expected something to evaluate; give it, or leave the flag out")
 
 
 def systems_from(args: argparse.Namespace, folders: Mapping[str, str], others: Mapping[str, str]) -> list[System]:
@@ -94,10 +109,10 @@ def _merges(args: argparse.Namespace, folders: Mapping[str, str]) -> list[System
     return systems
 
 
-def _named(text: str, default: str, flag: str) -> list[tuple[str, str]]:
+def _named(text: str | None, default: str, flag: str) -> list[tuple[str, str]]:
     """``PLACE`` or ``NAME=PLACE,...`` as pairs; the name may be left out once."""
     pairs = []
-    for part in filter(None, (p.strip() for p in text.split(","))):
+    for part in filter(None, (p.strip() for p in (text or "").split(","))):
         name, found, place = part.partition("=")
         if found and "/" not in name:
             pairs.append((name, place))

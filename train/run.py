@@ -78,7 +78,8 @@ def _write_config(config: TrainConfig) -> None:
 
 
 def _announce(config: TrainConfig, specs: dict[str, GameSpec]) -> None:
-    sys.stderr.write(f"settings: {json.dumps(config.model_dump(mode='json'))}\n")
+    chosen = json.dumps(config.model_dump(mode="json", exclude_defaults=True))
+    sys.stderr.write(f"settings: {chosen}; the others as in `python -m train --help`\n")
     for spec in specs.values():
         if spec.needs_user_llm and not config.user_llm_url:
             raise GameError(f"game {spec.name} needs a user simulator; give --user-llm-url and --user-llm-model")

@@ -11,11 +11,11 @@ RUN=${RUN:-runs/quickstart}
 MODEL=${MODEL:-models/smollm2}
 ITERATIONS=${ITERATIONS:-20}
 SEEDS=${SEEDS:-10000:10128}
-mkdir -p "$RUN/done"
 export OMP_WAIT_POLICY=passive KMP_BLOCKTIME=0 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 # before the first minutes, not after them: stage 2 runs environments in a sandbox
 python -c 'from pipeline.files import run_cli; from pipeline.sandbox import find_isolation; run_cli(lambda: find_isolation() and 0)'
+mkdir -p "$RUN/done"
 
 stage() { # stage NAME COMMAND...: run once, keep its seconds and peak memory
   local name=$1; shift
