@@ -93,7 +93,7 @@ def parse_json(text: str, where: str, *, unique_keys: bool = False) -> Any:
         return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float, object_pairs_hook=hook)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and error.colno == 1:
-            raise InputError(f"{where}: not valid JSON: more follows after one document (are these JSON Lines?)") from None
+            raise InputError(f"{where}: not valid JSON: more follows after one document (JSON Lines?)") from None
         raise InputError(f"{where}: not valid JSON at line {error.lineno} column {error.colno} ({error.msg})") from None
     except RecursionError:
         raise InputError(f"{where}: JSON is nested too deeply") from None

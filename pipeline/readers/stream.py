@@ -38,7 +38,7 @@ def open_json(path: str | Path) -> Iterator[BinaryIO]:
         text = error.args[0] if error.args else error
         detail = text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
         if "trailing garbage" in detail:
-            raise InputError(f"{path}: not valid JSON: more follows after one document (are these JSON Lines?)") from None
+            raise InputError(f"{path}: not valid JSON: more follows after one document (JSON Lines?)") from None
         raise InputError(f"{path}: not valid JSON ({' '.join(detail.split())[:120]})") from None
 
 
