@@ -69,6 +69,7 @@ PRESETS = {
     "cpu": Preset("tiny", 1024, 2, 8, 4, 4, 2, 4),
     "cpu-server": Preset("tiny", 1024, 2, 8, 4, 4, 2, 8, "", CPU_FLAGS),
     "h200": Preset("qwen3-0.6b", 32768, 4, 96, 120, 8, 4, 32, "", GPU_FLAGS + "0.3"),
+    "h200-two": Preset("qwen3-0.6b", 32768, 4, 96, 120, 8, 4, 32, "0", GPU_FLAGS + "0.3"),
     "h200-x2": Preset("qwen3-4b", 32768, 4, 96, 120, 8, 4, 32, "0", GPU_FLAGS + "0.85"),
 }
 
@@ -168,10 +169,10 @@ def main() -> int:
         raise InputError("--base-url needs --model: the folder whose weights the servers have")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` ends us so; the server must go too
     preset = PRESETS[args.preset]
+    shape = dataclasses.asdict(preset) | ({"server_flags": "the given server's"} if args.base_url else {})
     record: dict[str, Any] = {
-        "schema_version": 1, "benchmark": "bench_capabilities", "preset": args.preset,
-        "shape": dataclasses.asdict(preset), "machine": machine(), "runs": [],
-        "trainer_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "schema_version": 1, "benchmark": "bench_capabilities", "preset": args.preset, "shape": shape,
+        "machine": machine(), "runs": [], "trainer_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="trace_bench_") as work:
         model = args.model or Path(work) / "model"

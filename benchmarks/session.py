@@ -299,12 +299,18 @@ def select(plan: Plan, parts: Sequence[str], names: Sequence[str], done: Iterabl
     ]
 
 
-def earlier(paths: Iterable[Path | None]) -> dict[str, Any]:
-    """Steps that earlier calls finished well."""
+def earlier(paths: Iterable[Path | None], size: str) -> dict[str, Any]:
+    """Steps that earlier calls finished well.
+
+    Raises:
+        InputError: they were of another size.
+    """
     found: dict[str, Any] = {}
     for path in paths:
         if path is not None and path.exists():
             before = read_json(path, "earlier session")
+            if before["size"] != size:
+                raise InputError(f"{path}: a session of size {before['size']}, not {size}; give another --work")
             found |= {n: e for n, e in before["steps"].items() if e["exit"] == 0 and n not in found}
     return found
 
@@ -329,7 +335,7 @@ def main() -> int:
         return 0
     work = args.work.resolve()
     plan = session_plan(args.size, str(work), str(Path(args.model).resolve()))
-    done = earlier((work / "session.json", args.continue_from))
+    done = earlier((work / "session.json", args.continue_from), args.size)
     steps = select(plan, args.parts.split(","), [n for n in args.steps.split(",") if n], done)
     record: dict[str, Any] = {
         "schema_version": 1, "benchmark": "session", "size": args.size, "limit_s": args.limit_s, "machine": machine(),
@@ -337,7 +343,8 @@ def main() -> int:
     }  # fmt: skip
     if args.dry_run:
         chosen, left_out = choose(plan, [s for s in steps if not s.optional], args.limit_s - RESERVE_S)
-        print("\n".join([f"{s.name}: {s.seconds} s" for s in chosen] + [f"{n}: {why}" for n, why in left_out.items()]))
+        lines = [f"{name}: done before" for name in done] + [f"{s.name}: {s.seconds} s" for s in chosen]
+        print("\n".join(lines + [f"{name}: {why}" for name, why in left_out.items()]))
         return 0
     if args.size == "tiny" and shutil.disk_usage(work.parent).free < 2**30:
         raise InputError(f"--work {work}: expected 1 GiB of free disk")

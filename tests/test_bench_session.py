@@ -222,7 +222,7 @@ def test_the_next_call_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     plan = small_plan(work)
     some = dataclasses.replace(plan, steps=[s for s in plan.steps if s.name in ("bad", "good")])
     first = call(work, out, plan=some)
-    done = session.earlier((work / "session.json", None, tmp_path / "absent.json"))
+    done = session.earlier((work / "session.json", None, tmp_path / "absent.json"), "gpu")
     assert list(done) == ["good"] and first["steps"]["bad"]["exit"] == 7
     (work / "results/good.json").unlink()
     mended = [dataclasses.replace(plan.steps[0], command=code("pass")), plan.steps[1]]

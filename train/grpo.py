@@ -27,6 +27,7 @@ from train.delivery import AdapterDelivery, Canary, adapter_name
 from train.distributed import PeerLost, Ranks
 from train.episode import EpisodeParams, to_simulation
 from train.groups import Collected, Group, Sampler, collect_informative
+from train.heap import standing_heap
 from train.learner import Learner, UpdateConfig, items_of_groups
 from train.local_engine import LocalEngine
 from train.lora import copy_adapter, save_adapter, write_adapter_folder
@@ -133,9 +134,10 @@ class Trainer:
                     for learner in learners:
                         if learner.version == 0 and self._unfinished(learner):
                             tasks.create_task(self._rehearse(learner))
-            async with asyncio.TaskGroup() as tasks:
-                for learner in learners:
-                    tasks.create_task(self._train(learner))
+            with standing_heap():
+                async with asyncio.TaskGroup() as tasks:
+                    for learner in learners:
+                        tasks.create_task(self._train(learner))
         except BaseExceptionGroup as group:  # not except*: that would wrap what is raised here in a group again
             raise _first(group) from None
         finally:

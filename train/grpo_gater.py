@@ -38,6 +38,7 @@ from train.distributed import Ranks, join_ranks, run_ranks
 from train.episode import EpisodeParams
 from train.groups import Collected, Group, Sampler, collect_informative
 from train.grpo import Worker
+from train.heap import standing_heap
 from train.learner import Learner, Reduce, UpdateConfig, items_of_groups
 from train.local_engine import LocalEngine, load_model
 from train.losses import LossConfig
@@ -217,7 +218,8 @@ async def drive(
     sampler = Sampler(engine, codec, specs, pools, asyncio.Semaphore(config.grpo.concurrency))
     log = RunLog(folder, {NAME: learner.iteration})
     try:
-        await GateTrainer(config, worker, sampler, log, folder, settings).run()
+        with standing_heap():
+            await GateTrainer(config, worker, sampler, log, folder, settings).run()
     finally:
         log.close()
         await engine.close()

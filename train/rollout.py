@@ -18,6 +18,7 @@ from pipeline.files import ServerError
 from train.chat import ChatCodec
 from train.engine import Engine
 from train.episode import Episode, EpisodeParams, run_episode
+from train.heap import standing_heap
 
 ABORT_KINDS = ("server", "nonsense")  # the engine has retried; nothing that follows can be trusted to be better
 MAX_TIMEOUTS_IN_A_ROW = 16
@@ -163,7 +164,8 @@ async def collect(
                     raise ServerError(f"{timeouts} episodes in a row ran into their deadline; last: {outcome.detail}")
             on_episode(job, episode)
 
-    await run_all(work() for _ in range(concurrency))
+    with standing_heap():
+        await run_all(work() for _ in range(concurrency))
 
 
 async def run_all(coroutines: Iterable[Any]) -> None:

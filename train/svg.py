@@ -91,9 +91,10 @@ def _legend_width(names: Iterable[str]) -> float:
 
 
 def line_chart(
-    series: Mapping[str, Sequence[tuple[float, float]]], title: str, y_label: str, y_max: float = 1.0
-) -> str:
-    """Lines over an iteration axis from zero to ``y_max``.
+    series: Mapping[str, Sequence[tuple[float, float]]], title: str, y_label: str, y_max: float = 1.0,
+    x_label: str = "iteration",
+) -> str:  # fmt: skip
+    """Lines over an axis of iterations, or of ``x_label``, from zero to ``y_max``.
 
     Args:
         series: name -> [(x, y)], in order of x.
@@ -112,7 +113,7 @@ def line_chart(
         parts += [_line(left, y, left + width, y, 'class="grid"'), _text(left - 8, y + 4, f"{tick:g}", "end")]
     for tick in nice_ticks(low, high, 8):
         parts.append(_text(place(tick, 0)[0], top + height + 18, f"{tick:g}", "middle"))
-    parts.append(_text(left + width / 2, top + height + 36, "iteration", "middle"))
+    parts.append(_text(left + width / 2, top + height + 36, x_label, "middle"))
     parts.append(_text(left, top - 12, y_label))
     for k, (name, points) in enumerate(series.items()):
         colour = COLOURS[k % len(COLOURS)]
@@ -120,7 +121,7 @@ def line_chart(
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         for x, y in points:
             cx, cy = place(x, y)
-            tip = escape(f"{name}, iteration {x:g}: {y:.3f}")
+            tip = escape(f"{name}, {x_label} {x:.10g}: {y:.3f}")
             parts.append(f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="2.6" fill="{colour}"><title>{tip}</title></circle>')
     start = left + 24 + 6.4 * len(y_label)
     parts += _legend(list(series), start, top - 16)

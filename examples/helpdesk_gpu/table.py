@@ -116,6 +116,8 @@ def curve(run: Path, size: Size, names: Sequence[str], results: Mapping[str, Any
             if f"{system}{suffix}" in results.get("sampled", {}):
                 used = episodes(run / "training" / key, factor * budget)
                 success = results["sampled"][f"{system}{suffix}"]["success"]
+                # a training that had ended by then: the same adapter again
+                points = [p for p in points if (p["system"], p["rollouts"]) != (system, used)]
                 points.append({"system": system, "budget": budget, "rollouts": used, "success": success})
     return points
 
@@ -207,10 +209,12 @@ def figures(data: Mapping[str, Any]) -> dict[str, str]:
     for point in data["curve"]:
         series.setdefault(point["system"], []).append((point["rollouts"], point["success"]["value"]))
     if series:
-        found["curve"] = line_chart(series, "Success at temperature 1 against rollouts used", "success")
+        title = "Success at temperature 1 against rollouts used"
+        found["curve"] = line_chart(series, title, "success", x_label="rollouts")
     if data["count"]:
+        total = len(data["capabilities"])
         found["count"] = interval_chart(
-            [(f"{p['capabilities']} capabilities", [(MODES[m], p[m]) for m in MODES if m in p]) for p in data["count"]],
+            [(f"{p['capabilities']} of {total}", [(MODES[m], p[m]) for m in MODES if m in p]) for p in data["count"]],
             "Success of the routed model against the number of capabilities",
         )
     if len(data["filter"]) > 1:
@@ -243,7 +247,7 @@ def markdown(data: Mapping[str, Any]) -> str:
         lines.append(f"| {row['label']} | {' | '.join(cells)} | {signed(sampled['success_vs_best_single'])} |")
     lines += [*([""] if lines else []), "| claim | measured | holds |", "|---|---|---|"]
     lines += [f"| {c['claim']} | {c['measured']} | {c['verdict']} |" for c in data["claims"]]
-    lines += ["", *transfer_table(data), *remarks(data)]
+    lines += ["", *transfer_table(data), *caveats(data), *remarks(data)]
     return "\n".join(lines)
 
 
@@ -255,6 +259,24 @@ def transfer_table(data: Mapping[str, Any]) -> list[str]:
     for row in data["transfer"]:
         lines.append(f"| {row['adapter']} | {' | '.join(percent(row['success'][name]) for name in names)} |")
     return [*lines, ""]
+
+
+def caveats(data: Mapping[str, Any]) -> list[str]:
+    """What to know before the claims are believed, in sentences."""
+    lines = ["Routed in the claims: the gate after SFT, at temperature 1. Unsure: the 95 % interval holds 0."]
+    if refuted := [f"{c['claim']} ({c['measured']})" for c in data["claims"] if c["verdict"].startswith("no")]:
+        lines.append(f"Does not hold here: {'; '.join(refuted)}.")
+    training = data["costs"]["training"]
+    whole = training.get("train", {}).get("rollouts", 0)
+    early = [f"{TRAININGS[name]} after {run['rollouts']} of {whole} rollouts" for name, run in training.items()
+             if run["finished"] and run["rollouts"] < 0.98 * whole]  # fmt: skip
+    if early:
+        lines.append(f"Ended early, because no group had a signal any more: {', '.join(early)}.")
+    if data["transfer"]:
+        home = {row["adapter"]: row["success"][row["adapter"]]["value"] for row in data["transfer"][1:]}
+        least = min(home, key=lambda name: home[name])
+        lines.append(f"Learned least: {least}, {100 * home[least]:.1f} % in its own environment after training.")
+    return lines
 
 
 def remarks(data: Mapping[str, Any]) -> list[str]:
@@ -295,7 +317,7 @@ def page(data: Mapping[str, Any], drawn: Mapping[str, str]) -> str:
     environment.filters |= {"percent": percent, "signed": signed, "verdict": verdict}
     return environment.from_string(template).render(
         data=data, figures={name: Markup(svg) for name, svg in drawn.items()}, modes=MODES, trainings=TRAININGS,
-        beside=BESIDE, sampled=SAMPLED,
+        beside=BESIDE, sampled=SAMPLED, caveats=caveats(data),
     )  # fmt: skip
 
 
