@@ -169,9 +169,9 @@ def main() -> int:
         raise InputError("--base-url needs --model: the folder whose weights the servers have")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` ends us so; the server must go too
     preset = PRESETS[args.preset]
-    shape = dataclasses.asdict(preset) | ({"server_flags": "the given server's"} if args.base_url else {})
+    described = dataclasses.asdict(preset) | ({"server_flags": "the given server's"} if args.base_url else {})
     record: dict[str, Any] = {
-        "schema_version": 1, "benchmark": "bench_capabilities", "preset": args.preset, "shape": shape,
+        "schema_version": 1, "benchmark": "bench_capabilities", "preset": args.preset, "shape": described,
         "machine": machine(), "runs": [], "trainer_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="trace_bench_") as work:

@@ -190,7 +190,7 @@ def small_plan(work: Path) -> Plan:
 
 def call(work: Path, out: Path, limit_s: float = 60.0, plan: Plan | None = None, **done: Any) -> dict[str, Any]:
     plan = plan or small_plan(work)
-    record: dict[str, Any] = {"steps": dict(done), "models": {}, "services": {}, "left_out": {}, "machine": {}}
+    record: dict[str, Any] = {"size": "gpu", "steps": dict(done), "models": {}, "services": {}, "left_out": {}, "machine": {}}
     running = session.Session(plan, work, out, limit_s, record)
     session.run_all(running, session.select(plan, ["torch", "serve"], [], done))
     running.save()
@@ -224,6 +224,8 @@ def test_the_next_call_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     first = call(work, out, plan=some)
     done = session.earlier((work / "session.json", None, tmp_path / "absent.json"), "gpu")
     assert list(done) == ["good"] and first["steps"]["bad"]["exit"] == 7
+    with pytest.raises(InputError, match="size gpu, not tiny; give another --work"):
+        session.earlier((work / "session.json",), "tiny")
     (work / "results/good.json").unlink()
     mended = [dataclasses.replace(plan.steps[0], command=code("pass")), plan.steps[1]]
     second = call(work, out, plan=dataclasses.replace(plan, steps=mended), **done)

@@ -108,7 +108,7 @@ def rows(results: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any
 
 def curve(run: Path, size: Size, names: Sequence[str], results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Success at temperature 1 against rollouts used, for the methods that train."""
-    points = []
+    points: list[dict[str, Any]] = []
     for budget in size.budgets:
         suffix = "" if budget == size.budgets[-1] else f"_{budget}"
         for system, key in (("routed", "train"), ("direct", "direct"), ("joint", "joint")):
