@@ -190,7 +190,8 @@ def small_plan(work: Path) -> Plan:
 
 def call(work: Path, out: Path, limit_s: float = 60.0, plan: Plan | None = None, **done: Any) -> dict[str, Any]:
     plan = plan or small_plan(work)
-    record: dict[str, Any] = {"size": "gpu", "steps": dict(done), "models": {}, "services": {}, "left_out": {}, "machine": {}}
+    record: dict[str, Any] = {"size": "gpu", "steps": dict(done), "models": {}, "services": {}, "left_out": {}}
+    record["machine"] = {}
     running = session.Session(plan, work, out, limit_s, record)
     session.run_all(running, session.select(plan, ["torch", "serve"], [], done))
     running.save()
