@@ -139,7 +139,7 @@ class RoutedLinearMethod(LinearMethodBase):  # type: ignore[misc]
                 self.base_rows = weight.shape[0]
                 padding = rows.new_zeros(-(weight.shape[0] + rows.shape[0]) % ROW_ALIGNMENT, rows.shape[1])
                 layer.weight.data = torch.cat([weight, rows, padding])
-                layer.lora_A.data = layer.weight.data[self.base_rows : self.base_rows + rows.shape[0]]
+                layer.lora_A.data = rows.new_empty(0)  # a view would hold what a server on CPUs packs and frees
         self.inner.process_weights_after_loading(layer)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:

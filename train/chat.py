@@ -8,6 +8,8 @@ what was sampled.
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +40,7 @@ class ChatCodec:
         self.tokenizer = tokenizer
         self.stop_token_ids = tuple(dict.fromkeys(int(i) for i in stop_token_ids))
         self.template_kwargs = template_kwargs or {}
-        self._prompts: dict[str, list[int]] = {}
+        self._prompts: dict[bytes, array[int]] = {}
         if not getattr(tokenizer, "chat_template", None):
             raise InputError(
                 "the tokenizer has no chat template; use an instruct model or add chat_template.jinja to its folder"
@@ -79,11 +81,11 @@ class ChatCodec:
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> list[int]:
         """Tokens of ``messages`` up to where the assistant's answer begins."""
-        key = repr((messages, tools))  # the episodes of a group all begin with the same
+        # the episodes of a group all begin with the same
+        key = hashlib.blake2b(repr((messages, tools)).encode("utf-8", "surrogatepass"), digest_size=16).digest()
         ids = self._prompts.get(key)
         if ids is None:
-            ids = self._encode(self._render(messages, tools, generate=True))
-            self._prompts[key] = ids
+            ids = self._prompts[key] = array("q", self._encode(self._render(messages, tools, generate=True)))
             if len(self._prompts) > KEPT_PROMPTS:
                 del self._prompts[next(iter(self._prompts))]
         return list(ids)
