@@ -267,6 +267,37 @@ def write_json(path: PathLike, data: Any, *, indent: int | None = 2) -> None:
     write_text(path, to_json(data, indent=indent))
 
 
+@contextlib.contextmanager
+def sole_writer(folder: PathLike) -> Iterator[None]:
+    """Hold ``folder`` for this process inside the block. It is made where it is not there, and goes again if nothing
+    was written. The hold ends with the process, however it ends; a network disk without locks has none.
+
+    Raises:
+        InputError: another process holds it, or it cannot be made.
+    """
+    path = Path(folder)
+    new = not path.exists()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror}); choose another folder") from None
+    try:
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(
+                    f"{path}: another process is writing into it; wait until it ends, or choose another folder"
+                ) from None
+        yield
+    finally:
+        os.close(handle)
+        if new:
+            with contextlib.suppress(OSError):  # something is in it
+                path.rmdir()
+
+
 class JsonlLog:
     """Append-only JSONL that survives a kill at any point: whole lines, flushed; a torn last line is dropped on
     reading. One writer at a time: lines of two would mix.

@@ -285,7 +285,8 @@ def test_two_processes_equal_one(project: Path) -> None:
         str(project / "two"),
     ]
     for arguments in (one, two):
-        subprocess.run(arguments, cwd=ROOT, env=env, check=True, capture_output=True, timeout=300)
+        done = subprocess.run(arguments, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
     first, second = (load_file(project / d / "gate.safetensors") for d in ("one", "two"))
     for key in first:
         torch.testing.assert_close(first[key], second[key], rtol=1e-3, atol=1e-5)

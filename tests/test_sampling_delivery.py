@@ -29,10 +29,9 @@ from train.delivery import (
     spread_indices,
 )
 from train.engine import SamplingParams
-from train.gate_data import adapter_name as gate_adapter_name
 from train.vllm_engine import VllmEngine
 from train.vllm_pool import PoolTimes
-from train.vllm_protocol import magnified, without_bias
+from train.vllm_protocol import magnified, own_name, without_bias
 
 FAST = PoolTimes(request_s=2.0, probe_every_s=0.1, probe_timeout_s=0.3, patience_s=0.3, backoff_s=0.01)
 N = 200
@@ -331,13 +330,17 @@ def test_two_runs_share_a_server(scripted_server: ScriptedServer, tmp_path: Path
                 assert (await theirs.deliver("a", 1, folders["a@v1"])).name == "a@v1"
                 await mine.rehearse("a", 1, folder(own, "a@v1"))
                 assert scripted_server.adapters == {} and other.adapters == folders
-                name = (await mine.deliver("a", 1, folder(own, "a@v1"))).name
-                assert re.fullmatch(r"a@v1\.[0-9a-f]{6}", name) and gate_adapter_name(name) == "a"
-                folders[name] = folder(own, "a@v1")
-                assert other.adapters == folders and list(scripted_server.adapters) == [name]
-                assert (await second.sample([1], SamplingParams(4), name)).token_ids == (2,)
-                asked = [server.calls("/v1/completions") for server in (scripted_server, other)]
-                assert [body["model"] for bodies in asked for body in bodies] == [name]
+                assert (await mine.deliver("a", 1, folder(own, "a@v1"))).name == "a@v1"
+                name = own_name("a@v1", folder(own, "a@v1"))
+                assert re.fullmatch(r"a@v1\.[0-9a-f]{6}", name)
+                assert other.adapters == folders | {name: folder(own, "a@v1")}
+                assert scripted_server.adapters == {"a@v1": folder(own, "a@v1")}
+                for server, there in zip(second.pool.servers, ("a@v1", name), strict=True):
+                    second.pool.servers[1 - server.index].alive = False
+                    assert (await second.sample([1], SamplingParams(4), "a@v1")).token_ids == (2,)
+                    asked = (scripted_server, other)[server.index].calls("/v1/completions")
+                    assert [body["model"] for body in asked] == [there]
+                    second.pool.servers[1 - server.index].alive = True
                 await mine.close()
                 assert other.adapters == {"a@v1": folders["a@v1"]} and scripted_server.adapters == {}
                 assert (await theirs.deliver("a", 2, folder(their, "a@v2"))).name == "a@v2"

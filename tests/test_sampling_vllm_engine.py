@@ -18,9 +18,9 @@ from game_registry import AgentError
 from pipeline.files import InputError, ServerError
 from pipeline.ports import free_port
 from train.engine import SamplingParams
-from train.vllm_engine import NameTaken, VllmEngine, times_from_env
-from train.vllm_pool import PoolTimes
-from train.vllm_protocol import count_engines, parse_base_urls
+from train.vllm_engine import VllmEngine
+from train.vllm_pool import PoolTimes, times_from_env
+from train.vllm_protocol import count_engines, own_name, parse_base_urls
 
 FAST = PoolTimes(request_s=1.0, probe_every_s=0.05, probe_timeout_s=0.3, patience_s=0.4, backoff_s=0.01)
 PARAMS = SamplingParams(max_new_tokens=8)
@@ -386,11 +386,15 @@ async def test_the_name_of_another_run_is_left_to_it(scripted_server: ScriptedSe
     own = adapter_folder(tmp_path, "own")
     scripted_server.adapters["a@v1"] = adapter_folder(tmp_path, "their")
     async with open_engine(scripted_server) as engine:
-        with pytest.raises(NameTaken, match=r"another run, from .*their; use another name"):
-            await engine.load_adapter("a@v1", own)
-        await engine.load_adapter("a@v2", own)
-    assert sorted(scripted_server.adapters) == ["a@v1", "a@v2"]
-    assert not scripted_server.calls("/v1/unload_lora_adapter")
+        their = dict(scripted_server.adapters)
+        await engine.load_adapter("a@v1", own)
+        assert scripted_server.adapters == their | {own_name("a@v1", own): own}
+        await engine.sample([5], PARAMS, "a@v1")
+        assert scripted_server.calls("/v1/completions")[-1]["model"] == own_name("a@v1", own)
+        await engine.score(engine.pool.servers[0], (5, 6, 7), [1, 2], "a@v1")
+        assert {body["model"] for body in scripted_server.calls("/v1/completions")} == {own_name("a@v1", own)}
+        await engine.unload_adapter("a@v1")
+    assert scripted_server.adapters == their
 
 
 async def test_run_time_lora_switched_off_is_explained(scripted_server: ScriptedServer, tmp_path: Path) -> None:

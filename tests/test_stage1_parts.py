@@ -20,7 +20,7 @@ from stage1_helpers import ROOT, run_main
 from pipeline import command_line
 from pipeline.command_line import Parser, ProgressLine, natural_key, positive_int, rational, rational_option
 from pipeline.cross_check import quote_fault, squeeze
-from pipeline.files import InputError, write_block
+from pipeline.files import InputError, sole_writer, write_block
 from pipeline.label_output import Labelled, Target, candidates_json, examples, run_json, write_runs
 from pipeline.labels import Evidence
 from pipeline.readers.stream import describe, items, json_lines, members, open_json, single
@@ -314,3 +314,30 @@ def test_a_block_is_replaced_between_its_marks_and_nowhere_else(tmp_path: Path) 
     with pytest.raises(InputError, match="c:begin and c:end"):
         write_block(page, "c", "x")
     assert page.read_text() == wanted
+
+
+def test_a_folder_is_held_by_one(tmp_path: Path) -> None:
+    held = tmp_path / "a" / "b"
+    with sole_writer(held):
+        with pytest.raises(InputError, match="another process is writing into it"), sole_writer(held):
+            pass
+        assert held.is_dir()
+    assert not held.exists(), "nothing was written"
+    with sole_writer(held):
+        (held / "x").write_text("1")
+    with sole_writer(held):
+        pass
+    assert (held / "x").exists()
+    (tmp_path / "file").write_text("1")
+    with pytest.raises(InputError, match="cannot be written"), sole_writer(tmp_path / "file"):
+        pass
+    code = "import sys, time; sys.path.insert(0, sys.argv[2]); from pipeline.files import sole_writer\n"
+    code += "with sole_writer(sys.argv[1]): print(flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code, str(held), str(ROOT)], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline()
+    with pytest.raises(InputError, match="another process"), sole_writer(held):
+        pass
+    process.kill()
+    process.wait()
+    with sole_writer(held):
+        pass

@@ -21,7 +21,7 @@ from train_helpers import update_config
 from train_runs import Runs, error_line
 
 from game_registry import GameError
-from pipeline.files import InputError, ServerError, read_jsonl, run_cli
+from pipeline.files import InputError, ServerError, read_jsonl, run_cli, sole_writer
 from pipeline.ports import free_port
 from train.__main__ import main
 from train.distributed import PeerLost, Ranks
@@ -501,3 +501,18 @@ def test_no_token_is_computed_twice(runs: Runs) -> None:
     (metrics,) = runs.iterations("r", "printable")
     assert metrics["packed_tokens"] < 0.6 * metrics["plain_tokens"]
     assert metrics["action_tokens"] == metrics["sampled_tokens"] * metrics["informative"]
+
+
+def test_a_folder_has_one_run_at_a_time(runs: Runs) -> None:
+    """A second run, resumed or not, changes nothing in the folder of one that is going on."""
+    assert runs("r", PRINTABLE, "--max-iters 1 --save-every 1") == 0
+    before = {path: path.read_bytes() for path in (runs.tmp / "r").rglob("*") if path.is_file()}
+    with sole_writer(runs.tmp / "r"):
+        for more in ("", " --resume"):
+            with pytest.raises(InputError, match="another process is writing into it"):
+                runs("r", PRINTABLE, "--max-iters 2 --seed 5" + more)
+    assert {path: path.read_bytes() for path in (runs.tmp / "r").rglob("*") if path.is_file()} == before
+    assert runs("r", PRINTABLE, "--max-iters 2 --resume") == 0
+    with pytest.raises(InputError, match="--dtype"):
+        runs("new", PRINTABLE, "--max-iters 2 --dtype nothing")
+    assert not (runs.tmp / "new").exists()

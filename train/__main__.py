@@ -14,7 +14,7 @@ from game_registry import GameMix
 from pipeline.files import InputError
 from pipeline.remote_game import resolve_game
 from train.config import FIRST_TRAIN_SEED, TrainConfig, build_parser, load_config, seed_range
-from train.distributed import run_ranks, said_once
+from train.distributed import held_folder, run_ranks, said_once
 from train.run_log import list_checkpoints
 
 
@@ -26,10 +26,12 @@ def main() -> int:
         tasks = train_seeds(config)
         mixes = {name: GameMix.parse(text) for name, text in config.adapter_games().items()}
         specs = {game: resolve_game(game, config.root or None) for mix in mixes.values() for game in mix.weights}
-        resume = resume_points(config, list(mixes))
-    from train.run import run  # transformers and peft take seconds: what is wrong above is said before
+    with held_folder(config.output_dir):
+        with said_once():
+            resume = resume_points(config, list(mixes))
+        from train.run import run  # transformers and peft take seconds: what is wrong above is said before
 
-    return run(config, mixes, specs, tasks, resume)
+        return run(config, mixes, specs, tasks, resume)
 
 
 def train_seeds(config: TrainConfig) -> range:

@@ -17,17 +17,15 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import hashlib
 import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from pipeline.files import InputError, ServerError
 from train.engine import Engine
-from train.vllm_engine import NameTaken, VllmEngine
+from train.vllm_engine import VllmEngine
 from train.vllm_pool import Server
 
 KEEP_VERSIONS = 2  # the newest and the one before: a straggling episode of the old policy can still end its turn
@@ -144,8 +142,7 @@ def spread_indices(length: int, count: int = SCORED_TOKENS) -> list[int]:
 class AdapterDelivery:
     """Delivers versions of adapters to one engine, unloads old ones, and keeps the times.
 
-    Names are ``<capability>@v<k>``: a new name for new weights, so no server mixes the caches of two versions. Where
-    another run has that name on a server, it is ``<capability>@v<k>.<tag>`` with a tag of this run's folder.
+    Names are ``<capability>@v<k>``: a new name for new weights, so no server mixes the caches of two versions.
     """
 
     def __init__(self, engine: Engine, keep_versions: int = KEEP_VERSIONS) -> None:
@@ -164,8 +161,9 @@ class AdapterDelivery:
             DeliveryError: a server's log-probs are nearer to the old weights.
             InputError, ServerError: see ``VllmEngine.load_adapter``.
         """
+        name = adapter_name(capability, version)
         begin = time.perf_counter()
-        name = await self._load(capability, version, folder)
+        await self.engine.load_adapter(name, folder)
         versions = self._versions.setdefault(capability, [])
         versions.append(name)  # before the check: ``close`` takes a version that failed it off the servers too
         loaded = time.perf_counter()
@@ -188,9 +186,10 @@ class AdapterDelivery:
                 not know, a folder that it does not see. Or the version is in use.
             ServerError: no server is alive.
         """
+        name = adapter_name(capability, version)
         before = self.engine.pool.alive if isinstance(self.engine, VllmEngine) else []
         try:
-            name = await self._load(capability, version, folder)
+            await self.engine.load_adapter(name, folder)
         except ServerError:
             await self._refuse_unable(before)
             raise
@@ -198,16 +197,6 @@ class AdapterDelivery:
             await self._refuse_unable(before)
         finally:
             await self.engine.unload_adapter(name)
-
-    async def _load(self, capability: str, version: int, folder: str) -> str:
-        """Its name on the servers."""
-        name = adapter_name(capability, version)
-        try:
-            await self.engine.load_adapter(name, folder)
-        except NameTaken:
-            name = f"{name}.{hashlib.blake2b(str(Path(folder).parent).encode(), digest_size=3).hexdigest()}"
-            await self.engine.load_adapter(name, folder)
-        return name
 
     async def _refuse_unable(self, servers: Sequence[Server]) -> None:
         """Name a server that was dropped at a load and lives: it would be dropped again at every delivery, while one

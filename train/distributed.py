@@ -13,13 +13,14 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from game_registry import GameError
-from pipeline.files import InputError, ServerError, run_cli
+from pipeline.files import InputError, ServerError, run_cli, sole_writer
 
 # Ranks wait while rank 0 samples; a dead rank 0 is noticed by torchrun, not by this limit.
 WAIT = datetime.timedelta(hours=12)
@@ -49,6 +50,13 @@ def said_once() -> Iterator[None]:
         if int(os.environ.get("LOCAL_RANK", "0")) > 0:
             raise SystemExit(2) from None
         raise
+
+
+@contextlib.contextmanager
+def held_folder(folder: str | Path) -> Iterator[None]:
+    """``sole_writer`` of torchrun's first rank, which writes for all."""
+    with sole_writer(folder) if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext():
+        yield
 
 
 def run_ranks(main: Callable[[], int | None]) -> None:

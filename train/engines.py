@@ -16,7 +16,8 @@ from game_registry import AgentError
 from pipeline.files import InputError, ServerError
 from train.chat import ChatCodec
 from train.engine import Engine
-from train.vllm_engine import VllmEngine, times_from_env
+from train.vllm_engine import VllmEngine
+from train.vllm_pool import times_from_env
 
 EngineKind = Literal["vllm", "local"]
 

@@ -217,10 +217,9 @@ def _slot_of(record: RolloutRecord, slots: dict[str, int], min_reward: float, wh
 
 
 def adapter_name(adapter: str) -> str:
-    """``pipeline/adapters/lookup.safetensors``, ``runs/x/lookup/``, ``lookup@v12`` and ``lookup@v12.0af3b1`` ->
-    ``lookup``."""
+    """``pipeline/adapters/lookup.safetensors``, ``runs/x/lookup/`` and ``lookup@v12`` -> ``lookup``."""
     name = Path(adapter).name.removesuffix(".safetensors")
-    return re.sub(r"@v\d+(\.[0-9a-f]{6})?$", "", name)
+    return re.sub(r"@v\d+$", "", name)
 
 
 def prompt_tokens(

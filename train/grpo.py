@@ -345,8 +345,7 @@ class Trainer:
             folder = await self._write(learner)
             scores = self._canaries.get(learner.name)
             canary = None if scores is None else Canary(scores.token_ids, scores.new, scores.old)
-            report = await self.delivery.deliver(learner.name, learner.version, str(folder), canary)
-            name, judged = report.name, report.canary
+            judged = (await self.delivery.deliver(learner.name, learner.version, str(folder), canary)).canary
             if judged is not None:
                 found = {
                     "canary_error_new": judged.error_new, "canary_error_old": judged.error_old,

@@ -34,7 +34,7 @@ from pipeline.remote_game import resolve_game
 from train.chat import ChatCodec
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import FIRST_TRAIN_SEED
-from train.distributed import Ranks, join_ranks, run_ranks
+from train.distributed import Ranks, held_folder, join_ranks, run_ranks
 from train.episode import EpisodeParams
 from train.groups import Collected, Group, Sampler, collect_informative
 from train.grpo import Worker
@@ -243,9 +243,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise InputError("grpo.games is empty: name environments in the configuration or with --games a:1,b:1")
     specs = {name: resolve_game(name) for name in GameMix.parse(grpo.games).weights}
     folder = Path(grpo.output_dir or f"{config.output_dir}_grpo")
+    with held_folder(folder):
+        return train_gate(config, grpo, specs, folder, args["resume"])
+
+
+def train_gate(config: GateConfig, grpo: GrpoSection, specs: dict[str, GameSpec], folder: Path, resume: bool) -> int:
+    """The whole run on this rank; its exit code."""
     settings = config.model_dump(mode="json", exclude={"output_dir", "run_name", "vllm"})
     settings["grpo"] = {k: v for k, v in settings["grpo"].items() if k not in ("max_iters", "save_every", "output_dir")}
-    point = resume_point(folder, args["resume"])
+    point = resume_point(folder, resume)
     ranks, device = join_ranks()
     try:
         worker = build_worker(config, load_policy(config, device), ranks, point, settings)

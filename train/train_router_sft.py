@@ -31,7 +31,7 @@ from moe_gate import build_capability_model, find_adapter, named_gater_parameter
 from moe_gate.config import GateConfig, load_gate_config
 from pipeline.files import InputError, JsonlLog, write_json
 from train.chat import ChatCodec
-from train.distributed import Ranks, join_ranks, run_ranks
+from train.distributed import Ranks, held_folder, join_ranks, run_ranks
 from train.gate_data import GateData, LabelledEpisode, listed, load_gate_data
 from train.gate_features import FeatureSet, collect_features
 from train.gate_fit import (
@@ -244,6 +244,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(arguments)
     config = load_gate_config(args.config, {"output_dir": args.output_dir} if args.output_dir else None)
+    with held_folder(config.output_dir):
+        return train_gate(config, args.resume)
+
+
+def train_gate(config: GateConfig, resume: bool) -> int:
+    """The whole run on this rank; its exit code."""
     begin = time.monotonic()
     torch.manual_seed(config.seed)
     ranks, _ = join_ranks("cpu")  # the features that are summed over ranks lie there
@@ -256,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_json(folder / "config.json", config.model_dump())
         if data.skipped:
             sys.stderr.write(f"left out: {listed(data.skipped)}\n")
-    score = RouterTrainer(config, data, model, ranks, args.resume).run()
+    score = RouterTrainer(config, data, model, ranks, resume).run()
     if ranks.rank == 0:
         report = report_of(config, data, model, score, time.monotonic() - begin)
         save_gate(

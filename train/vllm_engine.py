@@ -29,10 +29,13 @@ from train.vllm_protocol import (
     completion_request,
     count_engines,
     magnified,
+    of_others,
+    own_name,
     parse_base_urls,
     read_biased,
     read_models,
     read_sample,
+    server_path,
     without_bias,
 )
 
@@ -44,28 +47,6 @@ FIRST_BIAS = 4.0  # nats; enough for most tokens that were sampled, and nothing 
 SURE_BIAS = 3.0  # above what a token needs to be sampled
 MAX_MAGNIFIED = 100.0  # fp32 log-probs are good to some 4e-6, so what is read is good to 4e-4
 MAX_BIASES = 16
-
-
-class NameTaken(InputError):
-    """An adapter of that name from another folder is on a server: another run's, which may be sampling from it."""
-
-
-def times_from_env(environ: Mapping[str, str]) -> PoolTimes:
-    """``VLLM_TIMEOUT_S`` as the deadline of one request.
-
-    Raises:
-        InputError: not a positive number.
-    """
-    text = environ.get("VLLM_TIMEOUT_S", "").strip()
-    if not text:
-        return PoolTimes()
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < float("inf"):
-        raise InputError(f"VLLM_TIMEOUT_S={text!r}: expected seconds > 0, for example 600")
-    return PoolTimes(request_s=seconds)
 
 
 class VllmEngine:
@@ -98,7 +79,6 @@ class VllmEngine:
         self.pool = ServerPool(parse_base_urls(base_urls), api_key=api_key, times=times, on_return=self._restore)
         self._adapters: dict[str, str] = {}
         self._served_adapters: set[str] = set()
-        self._foreign: set[tuple[int, str]] = set()  # (server, adapter name) that may be another run's
         self._salts: dict[str | None, str] = {None: secrets.token_hex(8)}
         self._busy: collections.Counter[str | None] = collections.Counter()
         self._idle = asyncio.Condition()
@@ -147,7 +127,7 @@ class VllmEngine:
         if self.model in models.base:
             return self.model
         for name, root in zip(models.base, models.roots, strict=True):
-            if self.model == root or (Path(self.model).is_dir() and Path(self.model).resolve() == _path(root)):
+            if self.model == root or (Path(self.model).is_dir() and Path(self.model).resolve() == server_path(root)):
                 return name
         if not self.model and len(models.base) == 1:
             return models.base[0]
@@ -167,7 +147,7 @@ class VllmEngine:
             raise AgentError("server", f"adapter {adapter!r} is not loaded; loaded: {sorted(self._adapters) or 'none'}")
         params = self._fit(params, len(prompt_ids))
         salt = self._salts[adapter]
-        body = completion_request(adapter or self.model, prompt_ids, params, self.stop_token_ids, salt)
+        body = completion_request(self.model, prompt_ids, params, self.stop_token_ids, salt)
         with self._in_flight(adapter):
             return await self._sample(body, params, adapter, salt)
 
@@ -199,6 +179,7 @@ class VllmEngine:
             server = await self.pool.choose(prompt_ids, salt, avoid=failed)
             try:
                 await self._check_logprobs(server, prompt_ids, params.temperature)
+                body["model"] = self._name_on(server, adapter)
                 payload = await self.pool.request(server, "POST", "/v1/completions", body)
                 sample = read_sample(payload, prompt_ids, params, self.stop_token_ids)
                 self.n_sampled_tokens += len(sample.token_ids)
@@ -223,11 +204,14 @@ class VllmEngine:
             if kind != "timeout":
                 await asyncio.sleep(self.pool.times.backoff_s * 2 ** (tries - 1))
 
+    def _name_on(self, server: Server, adapter: str | None) -> str:
+        """What to ask ``server`` for."""
+        return self.model if adapter is None else server.adapters.get(adapter, adapter)
+
     async def _reload_forgotten(self, server: Server, adapter: str | None, error: RefusedRequest) -> bool:
         """A server that was restarted between two probes answers 404 for our adapter: load it again there."""
         if error.status != 404 or adapter is None or adapter not in self._adapters:
             return False
-        server.adapters.pop(adapter, None)
         server.processed_logprobs = None  # of the server that it was before
         with contextlib.suppress(TransientFault, ServerLost):
             await self._load_on(server, adapter, self._adapters[adapter])
@@ -278,7 +262,6 @@ class VllmEngine:
 
         Raises:
             InputError: no such folder, a name in use, run-time LoRA off, a rank too high, a data-parallel server.
-            NameTaken: by another run.
             ServerError: no server took it.
         """
         path = resolved(folder, "adapter")
@@ -301,9 +284,7 @@ class VllmEngine:
                 raise ServerError(f"adapter {name}: no server is alive to take it; start one and run this again")
         except BaseException:  # a cancelled load arrives there as well
             self._adapters.pop(name, None)
-            mine = [s for s in self.pool.alive if (s.index, name) not in self._foreign]  # where it was taken
-            self._foreign -= {(s.index, name) for s in self.pool.servers}
-            await asyncio.gather(*(self._post_unload(s, name) for s in mine))
+            await asyncio.gather(*(self._take_back(s, name, str(path)) for s in self.pool.alive))
             raise
 
     async def use_served_adapter(self, name: str) -> None:
@@ -332,18 +313,14 @@ class VllmEngine:
         return True
 
     async def _load_on(self, server: Server, name: str, folder: str) -> None:
+        """Load it as ``name``, or as ``own_name`` where another run has that name."""
         self.pool.note(server, "load", adapter=name)
-        body = {"lora_name": name, "lora_path": folder}
+        there = name
         try:
-            await self._post_load(server, body)
+            await self._post_load(server, there, folder)
         except RefusedRequest as error:
             if error.status == 400 and "already been loaded" in error.detail:
-                self._foreign.add((server.index, name))
-                await self._refuse_taken(server, name, folder)
-                self._foreign.discard((server.index, name))
-                # A try that broke off loaded it, or this run before it was killed: its weights may be others.
-                await self._post_unload(server, name)
-                await self._post_load(server, body)
+                there = await self._load_anew(server, name, folder)
             elif error.status in (404, 405) and "adapter" not in error.detail.replace("load_lora_adapter", "").lower():
                 raise InputError(f"{error.detail}; {LORA_REMEDY}") from None
             else:
@@ -354,27 +331,54 @@ class VllmEngine:
                 remedy = "check --max-lora-rank of the server and the adapter's targets"
                 raise InputError(f"{error.detail}; {remedy}") from None
             raise
-        server.adapters[name] = folder
+        server.adapters[name] = there
         self.pool.note(server, "loaded", adapter=name)
 
-    async def _refuse_taken(self, server: Server, name: str, folder: str) -> None:
-        models = read_models(await self.pool.request_retrying(server, "GET", "/v1/models", timeout_s=30.0))
-        taken = models.adapters.get(name, folder)
-        if _path(taken) != Path(folder).resolve():
-            raise NameTaken(
-                f"{server.url} has an adapter {name!r} of another run, from {taken}; use another name, or restart it"
-            )
+    async def _load_anew(self, server: Server, name: str, folder: str) -> str:
+        """The name is there. A try of ours that broke off loaded it, or this run before it was killed: its weights may
+        be others. Or it is another run's, which may be sampling from it. Returns the name that ours has there."""
+        loaded = await self._loaded(server)
+        there = own_name(name, folder) if of_others(loaded, name, folder) else name
+        if there in loaded:
+            await self._post_unload(server, there)
+        try:
+            await self._post_load(server, there, folder)
+        except RefusedRequest as error:
+            raise InputError(f"{error.detail}; restart the server, or unload that adapter there") from None
+        return there
 
-    async def _post_load(self, server: Server, body: dict[str, str]) -> None:
+    async def _take_back(self, server: Server, name: str, folder: str) -> None:
+        """After a load that failed or was cancelled: ours goes where it arrived or still may, another run's stays."""
+        there = server.adapters.pop(name, None)
+        if there is None:
+            with contextlib.suppress(TransientFault, ServerLost):
+                there = own_name(name, folder) if of_others(await self._loaded(server), name, folder) else name
+        if there is not None:
+            await self._post_unload(server, there)
+
+    async def _loaded(self, server: Server) -> Mapping[str, str]:
+        """The adapters of whomever on a server, name -> folder.
+
+        Raises:
+            TransientFault, ServerLost: it does not tell.
+        """
+        try:
+            payload = await self.pool.request_retrying(server, "GET", "/v1/models", timeout_s=30.0)
+            return read_models(payload).adapters
+        except NonsenseAnswer as error:
+            raise TransientFault("nonsense", f"{server.url}: {error}") from None
+        except RefusedRequest as error:
+            raise TransientFault("server", error.detail) from None
+
+    async def _post_load(self, server: Server, name: str, folder: str) -> None:
         limit = min(LOAD_S, self.pool.times.request_s)
-        path = "/v1/load_lora_adapter"
+        path, body = "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}
         await self.pool.request_retrying(server, "POST", path, body, timeout_s=limit, late_again=False)
 
-    async def _post_unload(self, server: Server, name: str) -> None:
-        self.pool.note(server, "unload", adapter=name, in_flight=self._busy[name])
+    async def _post_unload(self, server: Server, there: str) -> None:
+        self.pool.note(server, "unload", adapter=there, in_flight=self._busy[there])
         with contextlib.suppress(RefusedRequest, TransientFault, ServerLost):  # an unknown name is what we want anyway
-            await self.pool.request(server, "POST", "/v1/unload_lora_adapter", {"lora_name": name}, 30.0)
-        server.adapters.pop(name, None)
+            await self.pool.request(server, "POST", "/v1/unload_lora_adapter", {"lora_name": there}, 30.0)
 
     async def unload_adapter(self, name: str) -> None:
         """Forget ``name`` now for new turns, and on the servers once its turns in flight are done."""
@@ -385,7 +389,8 @@ class VllmEngine:
                 await self._idle.wait_for(lambda: self._busy[name] == 0)
         self._busy.pop(name, None)
         self._salts.pop(name, None)
-        await asyncio.gather(*(self._post_unload(s, name) for s in self.pool.alive))
+        names = [(s, s.adapters.pop(name)) for s in self.pool.alive if name in s.adapters]
+        await asyncio.gather(*(self._post_unload(server, there) for server, there in names))
 
     async def _restore(self, server: Server) -> None:
         """A server is back: it must serve our model and know every adapter before it gets work."""
@@ -419,7 +424,7 @@ class VllmEngine:
         Raises:
             ServerError: the server fails; InputError: it does not know the adapter.
         """
-        model, salt = adapter or self.model, secrets.token_hex(8)
+        model, salt = self._name_on(server, adapter), secrets.token_hex(8)
         self.pool.note(server, "check", adapter=adapter)
         try:
             longest = max(positions)  # first, so that the others find their prompts computed
@@ -490,8 +495,3 @@ class VllmEngine:
     async def _notify_idle(self) -> None:
         async with self._idle:
             self._idle.notify_all()
-
-
-def _path(root: str) -> Path | None:
-    """The folder that a server names as its model's; None where the text is no path (a NUL in it)."""
-    return None if "\0" in root else Path(root).resolve()

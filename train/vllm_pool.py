@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -36,6 +36,24 @@ class PoolTimes:
     probe_timeout_s: float = 10.0
     patience_s: float = 30.0
     backoff_s: float = 0.5
+
+
+def times_from_env(environ: Mapping[str, str]) -> PoolTimes:
+    """``VLLM_TIMEOUT_S`` as the deadline of one request.
+
+    Raises:
+        InputError: not a positive number.
+    """
+    text = environ.get("VLLM_TIMEOUT_S", "").strip()
+    if not text:
+        return PoolTimes()
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise InputError(f"VLLM_TIMEOUT_S={text!r}: expected seconds > 0, for example 600")
+    return PoolTimes(request_s=seconds)
 
 
 class TransientFault(RuntimeError):
@@ -63,7 +81,7 @@ class Server:
     """One base URL.
 
     Args:
-        adapters: what is loaded there, name -> folder.
+        adapters: what is loaded there, our name -> the name that it has there.
         history: the last changes of adapters, (monotonic time, what).
     """
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pipeline.files import InputError
@@ -28,7 +30,8 @@ class NonsenseAnswer(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class ServedModels:
-    """``/v1/models``: names of the base model, loaded adapters (name -> folder), and the context length in tokens."""
+    """``/v1/models``: names of the base model, loaded adapters (name -> folder, "" where it is not told), and the
+    context length in tokens."""
 
     base: tuple[str, ...]
     roots: tuple[str, ...]
@@ -207,7 +210,7 @@ def read_models(payload: Any) -> ServedModels:
     return ServedModels(
         base=tuple(m["id"] for m in base),
         roots=tuple(str(m.get("root")) for m in base),
-        adapters={m["id"]: str(m.get("root")) for m in rows if m.get("parent") is not None},
+        adapters={m["id"]: str(m.get("root") or "") for m in rows if m.get("parent") is not None},
         max_model_len=min(lengths) if lengths else None,
     )
 
@@ -228,3 +231,18 @@ def error_message(status: int, text: str) -> str:
         error = body.get("error", body)
         body = error.get("message", error) if isinstance(error, dict) else error
     return f"HTTP {status}: {' '.join(str(body).split())[:300]}"
+
+
+def own_name(name: str, folder: str) -> str:
+    """The name of an adapter where another run has ``name``."""
+    return f"{name}.{hashlib.blake2b(str(Path(folder).parent).encode(), digest_size=3).hexdigest()}"
+
+
+def of_others(loaded: Mapping[str, str], name: str, folder: str) -> bool:
+    """Is an adapter of that name loaded from another folder?"""
+    return bool(loaded.get(name)) and server_path(loaded[name]) != Path(folder).resolve()
+
+
+def server_path(root: str) -> Path | None:
+    """The folder that a server names as its model's; None where the text is no path (a NUL in it)."""
+    return None if "\0" in root else Path(root).resolve()

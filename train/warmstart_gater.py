@@ -31,7 +31,7 @@ from moe_gate import save_gate
 from moe_gate.config import GateConfig, load_gate_config
 from pipeline.files import InputError, check, read_json, write_json
 from train.chat import ChatCodec
-from train.distributed import join_ranks, run_ranks
+from train.distributed import held_folder, join_ranks, run_ranks
 from train.gate_data import GateData, LabelledEpisode, RolloutRecord, adapter_name, mark_undecided, tokens_of
 from train.train_router_sft import RouterTrainer, build_model, print_report, report_of
 
@@ -164,18 +164,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     paths = sorted(glob.glob(pattern, recursive=True)) if pattern else []
     if not paths:
         raise InputError(f"rollouts {pattern}: no file; collect rollouts of base and adapters on the same seeds first")
+    with held_folder(config.output_dir):
+        return train_gate(config, paths, args.tau, args.resume)
+
+
+def train_gate(config: GateConfig, paths: Sequence[str], tau: float, resume: bool) -> int:
+    """The whole run on this rank; its exit code."""
     begin = time.monotonic()
     torch.manual_seed(config.seed)
     ranks, _ = join_ranks("cpu")
     num_slots = len(config.adapter_names) + int(config.include_base_slot)
     attempts = read_attempts(paths, config, ChatCodec.from_model(config.base_model))
-    chosen, left_out = warm_episodes(attempts, num_slots, args.tau)
+    chosen, left_out = warm_episodes(attempts, num_slots, tau)
     data = split_by_task(chosen, config.val_fraction, left_out)
     sys.stderr.write(f"{len(chosen)} informative tasks of {len(attempts)}; left out: {dict(left_out)}\n")
     model = build_model(config)
-    score = RouterTrainer(config, data, model, ranks, args.resume).run()
+    score = RouterTrainer(config, data, model, ranks, resume).run()
     if ranks.rank == 0:
-        report: dict[str, Any] = report_of(config, data, model, score, time.monotonic() - begin) | {"tau": args.tau}
+        report: dict[str, Any] = report_of(config, data, model, score, time.monotonic() - begin) | {"tau": tau}
         folder = Path(config.output_dir)
         write_json(folder / "config.json", config.model_dump())
         save_gate(model, folder, config.base_model, {key: report[key] for key in ("validation_accuracy", "tau")})
