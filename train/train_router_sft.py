@@ -245,14 +245,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     config = load_gate_config(args.config, {"output_dir": args.output_dir} if args.output_dir else None)
     with held_folder(config.output_dir):
-        return train_gate(config, args.resume)
+        ranks, _ = join_ranks("cpu")  # the features that are summed over ranks lie there
+        try:
+            return train_gate(config, ranks, args.resume)
+        finally:
+            ranks.close()
 
 
-def train_gate(config: GateConfig, resume: bool) -> int:
+def train_gate(config: GateConfig, ranks: Ranks, resume: bool) -> int:
     """The whole run on this rank; its exit code."""
     begin = time.monotonic()
     torch.manual_seed(config.seed)
-    ranks, _ = join_ranks("cpu")  # the features that are summed over ranks lie there
     data = load_gate_data(config, ChatCodec.from_model(config.base_model))
     if ranks.world > min(len(data.train), len(data.validation)):
         raise InputError(f"{ranks.world} processes for {len(data.validation)} validation episodes; start fewer")

@@ -31,7 +31,7 @@ from moe_gate import save_gate
 from moe_gate.config import GateConfig, load_gate_config
 from pipeline.files import InputError, check, read_json, write_json
 from train.chat import ChatCodec
-from train.distributed import held_folder, join_ranks, run_ranks
+from train.distributed import Ranks, held_folder, join_ranks, run_ranks
 from train.gate_data import GateData, LabelledEpisode, RolloutRecord, adapter_name, mark_undecided, tokens_of
 from train.train_router_sft import RouterTrainer, build_model, print_report, report_of
 
@@ -165,14 +165,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not paths:
         raise InputError(f"rollouts {pattern}: no file; collect rollouts of base and adapters on the same seeds first")
     with held_folder(config.output_dir):
-        return train_gate(config, paths, args.tau, args.resume)
+        ranks, _ = join_ranks("cpu")
+        try:
+            return train_gate(config, paths, args.tau, ranks, args.resume)
+        finally:
+            ranks.close()
 
 
-def train_gate(config: GateConfig, paths: Sequence[str], tau: float, resume: bool) -> int:
+def train_gate(config: GateConfig, paths: Sequence[str], tau: float, ranks: Ranks, resume: bool) -> int:
     """The whole run on this rank; its exit code."""
     begin = time.monotonic()
     torch.manual_seed(config.seed)
-    ranks, _ = join_ranks("cpu")
     num_slots = len(config.adapter_names) + int(config.include_base_slot)
     attempts = read_attempts(paths, config, ChatCodec.from_model(config.base_model))
     chosen, left_out = warm_episodes(attempts, num_slots, tau)
