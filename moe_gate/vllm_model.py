@@ -133,7 +133,7 @@ class RoutedLinearMethod(LinearMethodBase):  # type: ignore[misc]
         self.inner.create_weights(layer, *args, **kwargs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        if type(self.inner) is UnquantizedLinearMethod:
+        if type(self.inner) is UnquantizedLinearMethod and self.base_rows is None:
             weight, rows = layer.weight.data, layer.lora_A.data
             if layer.bias is None and weight.dtype == rows.dtype:
                 self.base_rows = weight.shape[0]
@@ -203,6 +203,7 @@ class _Builder:
         self.loaders: dict[str, Callable[[Tensor], None]] = {}
         self.names: dict[str, str] = {}  # checkpoint name -> parameter name, for vLLM's check of what was loaded
         self.elsewhere: set[str] = set()  # layers of other pipeline stages
+        self.methods: list[RoutedLinearMethod] = []
 
     def build(self) -> None:
         layers: dict[str, dict[str, Any]] = {}
@@ -275,6 +276,7 @@ class _Builder:
             start += count
         layout = route.layout_index(tuple(rows), device, dtype)
         linear.quant_method = RoutedLinearMethod(linear.quant_method, holder, layout, counts)
+        self.methods.append(linear.quant_method)
 
     def _expect(self, name: str, parameter: str, load: Callable[[Tensor], Any]) -> None:
         self.loaders[name] = load
@@ -360,9 +362,12 @@ class _Routed:
         """Load the base through the parent and the routing here.
 
         Raises:
-            ValueError: a routing tensor is missing from the checkpoint, or has no place in the model.
+            ValueError: a routing tensor is missing from the checkpoint, or has no place in the model; or the model has
+                its weights already, in a form that takes no others.
         """
         builder, seen = self._routing, set()
+        if any(method.base_rows is not None for method in builder.methods):
+            raise ValueError("a routed model takes no new weights while it is served; restart the server")
 
         def base_weights() -> Iterable[tuple[str, Tensor]]:
             for name, tensor in weights:

@@ -27,6 +27,7 @@ from moe_gate.vllm_model import (
     CapabilityRoute,
     RouteHolder,
     _Builder,
+    _Routed,
     _routed_layer_class,
     _split_path,
     scanned_argmax,
@@ -150,6 +151,11 @@ def test_ranks_together_equal_one_routed_linear(fused: str, world: int, inner: A
             builder.loaders[f"model.layers.0.mlp.{n}.lora_B"](b[n])
         linear.quant_method.process_weights_after_loading(linear)
         assert (linear.quant_method.base_rows == weight.shape[0]) == (inner is UnquantizedLinearMethod)
+        served: Any = object.__new__(_Routed)
+        served._routing = builder
+        if inner is UnquantizedLinearMethod:
+            with pytest.raises(ValueError, match="takes no new weights while it is served"):
+                served.load_weights([])
         holder.masks = route.masks(slots, torch.float32)
         part = x.chunk(world, dim=1)[rank] if fused == "down_proj" else x
         outputs.append(linear.quant_method.apply(linear, part))

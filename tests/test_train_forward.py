@@ -480,6 +480,11 @@ def test_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.are_deterministic_algorithms_enabled() and torch._inductor.config.deterministic
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         assert not suits_cudnn(gpu, torch.bfloat16, 128)
+        chain = torch.full((7,), 7)
+        assert tree_mask(chain, torch.device("cpu"), 1) == TreeMask()
+        monkeypatch.setattr(tree_attention_module, "block_mask", lambda ends, device: (ends, device))
+        mask = tree_mask(chain, gpu, 1)
+        assert mask.block_mask == (chain, gpu) and not mask.rectangles  # type: ignore[comparison-overlap]
     finally:
         torch.use_deterministic_algorithms(False)
         torch._inductor.config.deterministic = before

@@ -70,7 +70,9 @@ def tree_mask(
         subtree_end: [T] on the CPU. query_groups: query heads per key head.
         rectangles: the model's heads suit cuDNN (``suits_cudnn``).
     """
-    if bool((subtree_end == len(subtree_end)).all()):
+    # on a GPU the kernels of ordinary causal attention add up in any order too, FlexAttention's do not
+    exact = device.type == "cuda" and torch.are_deterministic_algorithms_enabled()
+    if not exact and bool((subtree_end == len(subtree_end)).all()):
         return TreeMask()
     if device.type == "cuda":
         found, rest = split_rectangles(subtree_end, RECTANGLE_PAIRS) if rectangles else ((), subtree_end)
