@@ -160,7 +160,7 @@ _HELP = {
     "train_seeds": "FIRST:END, a fixed set of tasks in a shuffled order, over and over; without it every group is new",
     "engine": "auto = vllm when VLLM_BASE_URLS is set, else local",
     "shard_base": "the frozen base sharded over all ranks of torchrun (FSDP2), when it does not fit into one GPU",
-    "deterministic": "the same bits every time and on every rank, for models whose episodes share a pass; slower on a GPU",
+    "deterministic": "the same bits every time and on every rank, where episodes share a pass; slower on a GPU",
     "root": "folder of capability_*_game.py files",
     "output_dir": "run folder: config, metrics, checkpoints, rollouts",
     "adapter_dir": "where finished adapters go",
