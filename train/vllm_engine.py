@@ -42,6 +42,7 @@ from train.vllm_protocol import (
 MAX_TRIES = 5  # per turn, beside re-dispatch from servers that died
 MAX_TIMEOUTS = 2  # a request that ran into its deadline twice is not tried a third time
 LOAD_S = 120.0  # of an adapter; a turn may take longer
+TAKE_BACK_S = 10.0  # for each of the two requests after a load that failed or was cancelled: somebody may wait
 LORA_REMEDY = "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 FIRST_BIAS = 4.0  # nats; enough for most tokens that were sampled, and nothing is magnified much
 SURE_BIAS = 3.0  # above what a token needs to be sampled
@@ -352,18 +353,19 @@ class VllmEngine:
         there = server.adapters.pop(name, None)
         if there is None:
             with contextlib.suppress(TransientFault, ServerLost):
-                there = own_name(name, folder) if of_others(await self._loaded(server), name, folder) else name
+                loaded = await self._loaded(server, TAKE_BACK_S, tries=1)
+                there = own_name(name, folder) if of_others(loaded, name, folder) else name
         if there is not None:
-            await self._post_unload(server, there)
+            await self._post_unload(server, there, TAKE_BACK_S)
 
-    async def _loaded(self, server: Server) -> Mapping[str, str]:
+    async def _loaded(self, server: Server, timeout_s: float = 30.0, tries: int = 3) -> Mapping[str, str]:
         """The adapters of whomever on a server, name -> folder.
 
         Raises:
             TransientFault, ServerLost: it does not tell.
         """
         try:
-            payload = await self.pool.request_retrying(server, "GET", "/v1/models", timeout_s=30.0)
+            payload = await self.pool.request_retrying(server, "GET", "/v1/models", tries=tries, timeout_s=timeout_s)
             return read_models(payload).adapters
         except NonsenseAnswer as error:
             raise TransientFault("nonsense", f"{server.url}: {error}") from None
@@ -375,10 +377,10 @@ class VllmEngine:
         path, body = "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}
         await self.pool.request_retrying(server, "POST", path, body, timeout_s=limit, late_again=False)
 
-    async def _post_unload(self, server: Server, there: str) -> None:
+    async def _post_unload(self, server: Server, there: str, timeout_s: float = 30.0) -> None:
         self.pool.note(server, "unload", adapter=there, in_flight=self._busy[there])
         with contextlib.suppress(RefusedRequest, TransientFault, ServerLost):  # an unknown name is what we want anyway
-            await self.pool.request(server, "POST", "/v1/unload_lora_adapter", {"lora_name": there}, 30.0)
+            await self.pool.request(server, "POST", "/v1/unload_lora_adapter", {"lora_name": there}, timeout_s)
 
     async def unload_adapter(self, name: str) -> None:
         """Forget ``name`` now for new turns, and on the servers once its turns in flight are done."""
