@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
-import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,10 +12,15 @@ from conftest import ROOT
 from scripted_engine import ScriptedEngine
 
 from game_registry import get_game
+from train import chat
 from train.chat import ChatCodec
 from train.episode import EpisodeParams
 from train.heap import standing_heap
 from train.rollout import Job, collect
+
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import bench_episode_cost
 
 
 def test_what_exists_is_passed_over_and_what_comes_is_not() -> None:
@@ -47,15 +51,15 @@ async def test_episodes_run_on_it(smollm2: Path) -> None:
     assert len(counts) == 2 and min(counts) > 1000 and gc.get_freeze_count() == 0
 
 
-@pytest.mark.slow
-def test_what_an_episode_costs_is_measured(smollm2: Path, tmp_path: Path) -> None:
-    out = tmp_path / "cost.json"
-    command = [sys.executable, str(ROOT / "benchmarks/bench_episode_cost.py"), "--model", str(smollm2)]
-    command += ["--groups", "8", "--rounds", "1", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    record = json.loads(out.read_text())
-    assert record["episodes"] == 128 and set(record["runs"]) == set(record["cpu_ms"])
-    cpu = record["cpu_ms"]
-    assert all(0.01 < each < 100 for each in cpu.values())
-    assert record["saved"] == pytest.approx(1 - cpu["as_it_is"] / cpu["without_both"], abs=2e-3)
+def test_what_an_episode_costs_is_measured(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "KEPT_PROMPTS", 256)  # one form of it takes the cache away
+    rendered: list[int] = []
+    render = ChatCodec._render
+    monkeypatch.setattr(ChatCodec, "_render", lambda *args, **more: rendered.append(1) or render(*args, **more))
+    with bench_episode_cost.server(str(smollm2)) as url:
+        for form in ("as_it_is", "without_both"):
+            without = set(bench_episode_cost.FORMS[form].split(","))
+            rendered.clear()
+            found = asyncio.run(bench_episode_cost.client(url, str(smollm2), 2, without))
+            assert found["cpu_ms"] > 0.0 and found["wall_ms"] >= 50.0 / 32, "a turn takes 50 ms"
+            assert (len(rendered) > 96) == (form == "without_both"), "of 6 groups of 16"
