@@ -267,6 +267,20 @@ def write_json(path: PathLike, data: Any, *, indent: int | None = 2) -> None:
     write_text(path, to_json(data, indent=indent))
 
 
+def _lock(handle: int, refusal: str) -> None:
+    """An exclusive lock that ends with the process, however it ends.
+
+    Raises:
+        InputError: ``refusal``; another process has it.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(refusal) from None
+    except OSError:
+        pass  # a network disk without locks: nothing to be had there
+
+
 @contextlib.contextmanager
 def sole_writer(folder: PathLike) -> Iterator[None]:
     """Hold ``folder`` for this process inside the block. It is made where it is not there, and goes again if nothing
@@ -283,13 +297,7 @@ def sole_writer(folder: PathLike) -> Iterator[None]:
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror}); choose another folder") from None
     try:
-        with contextlib.suppress(OSError):
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise InputError(
-                    f"{path}: another process is writing into it; wait until it ends, or choose another folder"
-                ) from None
+        _lock(handle, f"{path}: another process is writing into it; wait until it ends, or choose another folder")
         yield
     finally:
         os.close(handle)
@@ -311,22 +319,15 @@ class JsonlLog:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the log
-            self._lock()
+            taken = f"{self.path}: another process is writing it; wait until it ends, or choose another output"
+            try:
+                _lock(self._file.fileno(), taken)
+            except InputError:
+                self._file.close()
+                raise
             _drop_torn_line(self.path)
         except OSError as error:
             raise self._cannot(error) from None
-
-    def _lock(self) -> None:
-        """The lock ends with the process, however it ends."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise InputError(
-                f"{self.path}: another process is writing it; wait until it ends, or choose another output"
-            ) from None
-        except OSError:
-            pass  # a network disk without locks: nothing to be had there
 
     def _cannot(self, error: OSError) -> InputError:
         return InputError(f"{self.path}: cannot be written ({error.strerror}); free space or choose another path")

@@ -443,6 +443,7 @@ def test_report_is_self_contained_and_escapes_what_models_say(
         (["--modes", "hot"], "--modes"),
         (["--adapters", "no/such"], "not found"),
         (["--adapters", "base=."], "reserved|adapter config"),
+        (["--summaries", ""], "--summaries '': expected a file"),
         (["--gate", ""], "--gate '': expected something to evaluate; give it, or leave the flag out"),
         (["--other-adapters", " , "], "--other-adapters ' , ': expected something"),
         (["--merge"], "two adapters"),

@@ -109,6 +109,8 @@ def main() -> int:
     if not names:
         raise InputError("--envs: expected a comma list of environments, found none")
     specs = [resolve_game(name, args.root) for name in names]
+    if args.summaries == "":  # no leave to score what was mined
+        raise InputError("--summaries '': expected a file; give it, or leave the flag out")
     if args.summaries:
         tasks = ((name, str(seed)) for name in names for seed in plan.seeds)
         refuse_mined(tasks, args.summaries, allow=args.allow_mined)
