@@ -290,20 +290,41 @@ def sole_writer(folder: PathLike) -> Iterator[None]:
         InputError: another process holds it, or it cannot be made.
     """
     path = Path(folder)
-    new = not path.exists()
+    handle, new = _held(path)
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror}); choose another folder") from None
-    try:
-        _lock(handle, f"{path}: another process is writing into it; wait until it ends, or choose another folder")
         yield
     finally:
-        os.close(handle)
         if new:
             with contextlib.suppress(OSError):  # something is in it
-                path.rmdir()
+                path.rmdir()  # while it is held: nobody else can be in it
+        os.close(handle)
+
+
+def _held(path: Path) -> tuple[int, bool]:
+    """The locked handle of a folder, and whether it was made here."""
+    for _ in range(100):  # its last holder may remove it between any two of these steps
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                path.mkdir()
+                new = True
+            except FileExistsError:
+                new = False
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise InputError(f"{path}: cannot be written ({error.strerror}); choose another folder") from None
+        try:
+            _lock(handle, f"{path}: another process is writing into it; wait until it ends, or choose another folder")
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(handle), path.stat()):
+                    return handle, new
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+    raise InputError(f"{path}: cannot be made or is a link to nothing; choose another folder")
 
 
 class JsonlLog:

@@ -108,6 +108,19 @@ def test_a_forgotten_adapter_is_loaded_under_the_name_that_is_left(two: Two) -> 
     two.run(steps)
 
 
+@pytest.mark.parametrize("turns", [2, 24])
+def test_many_turns_reload_a_forgotten_adapter_once(two: Two, turns: int) -> None:
+    async def steps() -> None:
+        await two.mine.deliver("x", 1, two.folders[1])
+        two.server.adapters.clear()
+        loads = len(two.server.calls(LOAD[0]))
+        samples = await asyncio.gather(*(two.engines[1].sample([1], PARAMS, "x@v1") for _ in range(turns)))
+        assert all(sample.token_ids == (2,) for sample in samples)
+        assert len(two.server.calls(LOAD[0])) == loads + 1
+
+    two.run(steps)
+
+
 @pytest.mark.parametrize("fail", ["500", "garbage", "refuse"])
 def test_a_server_that_does_not_tell_what_it_has_is_left_alone(two: Two, fail: str) -> None:
     async def steps() -> None:

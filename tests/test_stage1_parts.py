@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stage1_helpers import ROOT, run_main
 
-from pipeline import command_line
+from pipeline import command_line, files
 from pipeline.command_line import Parser, ProgressLine, natural_key, positive_int, rational, rational_option
 from pipeline.cross_check import quote_fault, squeeze
 from pipeline.files import InputError, sole_writer, write_block
@@ -341,3 +341,29 @@ def test_a_folder_is_held_by_one(tmp_path: Path) -> None:
     process.wait()
     with sole_writer(held):
         pass
+
+
+def test_who_is_refused_takes_no_folder_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder appears between a process' look and its attempt; and goes between its attempt and its lock."""
+    held = tmp_path / "run"
+    with sole_writer(held):
+        with pytest.raises(InputError, match="another process"), sole_writer(held):
+            pass
+        assert held.is_dir()
+    lock = files._lock
+
+    def too_late(handle: int, refusal: str) -> None:
+        monkeypatch.setattr(files, "_lock", lock)
+        held.rmdir()  # by the one who held it
+        lock(handle, refusal)
+
+    monkeypatch.setattr(files, "_lock", too_late)
+    with sole_writer(held):
+        assert held.is_dir()
+        with pytest.raises(InputError, match="another process"), sole_writer(held):
+            pass
+    assert not held.exists()
+    held.symlink_to(tmp_path / "nowhere")
+    for nowhere in (held, Path("/proc/nowhere")):
+        with pytest.raises(InputError, match="cannot be made or is a link to nothing"), sole_writer(nowhere):
+            pass

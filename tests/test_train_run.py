@@ -24,6 +24,7 @@ from game_registry import GameError
 from pipeline.files import InputError, ServerError, read_jsonl, run_cli, sole_writer
 from pipeline.ports import free_port
 from train.__main__ import main
+from train.config import load_config
 from train.distributed import PeerLost, Ranks
 from train.grpo import Worker
 from train.learner import Learner
@@ -516,3 +517,9 @@ def test_a_folder_has_one_run_at_a_time(runs: Runs) -> None:
     with pytest.raises(InputError, match="--dtype"):
         runs("new", PRINTABLE, "--max-iters 2 --dtype nothing")
     assert not (runs.tmp / "new").exists()
+
+
+@pytest.mark.parametrize("key", ["output_dir", "adapter_dir"])
+def test_an_empty_folder_is_not_the_current_one(key: str) -> None:
+    with pytest.raises(InputError, match=f"settings: {key}: "):
+        load_config({"model": "m", "game": "capability_printable", key: ""}, {})

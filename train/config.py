@@ -69,8 +69,8 @@ class TrainConfig(SettingsModel):
     dtype: str = "auto"
     device: str = "auto"
     root: str = ""
-    output_dir: str = "runs/train"
-    adapter_dir: str = "pipeline/adapters"
+    output_dir: str = Field("runs/train", min_length=1)
+    adapter_dir: str = Field("pipeline/adapters", min_length=1)
     rollout_log: bool = False
     resume: bool = False
     user_llm_url: str = ""

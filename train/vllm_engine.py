@@ -13,6 +13,7 @@ import collections
 import contextlib
 import math
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from game_registry import AgentError
 from pipeline.files import InputError, ServerError, resolved
 from train.engine import Sample, SamplingParams
-from train.vllm_pool import PoolTimes, RefusedRequest, Server, ServerLost, ServerPool, TransientFault
+from train.vllm_pool import OncePerKey, PoolTimes, RefusedRequest, Server, ServerLost, ServerPool, TransientFault
 from train.vllm_protocol import (
     FORCE,
     NonsenseAnswer,
@@ -28,6 +29,7 @@ from train.vllm_protocol import (
     biased_request,
     completion_request,
     count_engines,
+    fitted,
     magnified,
     of_others,
     own_name,
@@ -80,6 +82,7 @@ class VllmEngine:
         self.pool = ServerPool(parse_base_urls(base_urls), api_key=api_key, times=times, on_return=self._restore)
         self._adapters: dict[str, str] = {}
         self._served_adapters: set[str] = set()
+        self._reloads, self._loaded_at = OncePerKey(), dict[tuple[int, str], float]()  # by server and adapter
         self._salts: dict[str | None, str] = {None: secrets.token_hex(8)}
         self._busy: collections.Counter[str | None] = collections.Counter()
         self._idle = asyncio.Condition()
@@ -146,7 +149,7 @@ class VllmEngine:
         await self._ensure_started()
         if adapter is not None and adapter not in self._adapters and adapter not in self._served_adapters:
             raise AgentError("server", f"adapter {adapter!r} is not loaded; loaded: {sorted(self._adapters) or 'none'}")
-        params = self._fit(params, len(prompt_ids))
+        params = fitted(params, len(prompt_ids), self.max_model_len)
         salt = self._salts[adapter]
         body = completion_request(self.model, prompt_ids, params, self.stop_token_ids, salt)
         with self._in_flight(adapter):
@@ -160,18 +163,6 @@ class VllmEngine:
         except ServerError as error:
             raise AgentError("server", str(error)) from None
 
-    def _fit(self, params: SamplingParams, n_prompt: int) -> SamplingParams:
-        if n_prompt == 0:
-            raise AgentError("nonsense", "the prompt has no tokens")
-        if self.max_model_len is None or n_prompt + params.max_new_tokens <= self.max_model_len:
-            return params
-        room = self.max_model_len - n_prompt
-        if room < 1:
-            raise AgentError(
-                "context", f"prompt of {n_prompt} tokens, server context {self.max_model_len}; lower --max-seq-length"
-            )
-        return SamplingParams(room, params.temperature, params.stop, params.seed)
-
     async def _sample(self, body: dict[str, Any], params: SamplingParams, adapter: str | None, salt: str) -> Sample:
         prompt_ids: list[int] = body["prompt"]
         failed: Server | None = None
@@ -180,7 +171,7 @@ class VllmEngine:
             server = await self.pool.choose(prompt_ids, salt, avoid=failed)
             try:
                 await self._check_logprobs(server, prompt_ids, params.temperature)
-                body["model"] = self._name_on(server, adapter)
+                body["model"], sent = self._name_on(server, adapter), time.monotonic()
                 payload = await self.pool.request(server, "POST", "/v1/completions", body)
                 sample = read_sample(payload, prompt_ids, params, self.stop_token_ids)
                 self.n_sampled_tokens += len(sample.token_ids)
@@ -189,7 +180,7 @@ class VllmEngine:
                 failed = server
                 continue
             except RefusedRequest as error:
-                if not await self._reload_forgotten(server, adapter, error) or tries >= MAX_TRIES:
+                if not await self._reload_forgotten(server, adapter, error, sent) or tries >= MAX_TRIES:
                     raise AgentError("server", error.detail) from None
                 kind, detail = "server", error.detail
             except TransientFault as error:
@@ -209,13 +200,16 @@ class VllmEngine:
         """What to ask ``server`` for."""
         return self.model if adapter is None else server.adapters.get(adapter, adapter)
 
-    async def _reload_forgotten(self, server: Server, adapter: str | None, error: RefusedRequest) -> bool:
-        """A server that was restarted between two probes answers 404 for our adapter: load it again there."""
+    async def _reload_forgotten(self, server: Server, adapter: str | None, error: RefusedRequest, sent: float) -> bool:
+        """A server that was restarted between two probes answers 404 for our adapter: load it again there, once for
+        all turns that were ``sent`` before."""
         if error.status != 404 or adapter is None or adapter not in self._adapters:
             return False
-        server.processed_logprobs = None  # of the server that it was before
-        with contextlib.suppress(TransientFault, ServerLost):
-            await self._load_on(server, adapter, self._adapters[adapter])
+        key, folder = (server.index, adapter), self._adapters[adapter]
+        if self._loaded_at.get(key, 0.0) <= sent:
+            server.processed_logprobs = None  # of the server that it was before
+            with contextlib.suppress(TransientFault, ServerLost):
+                await self._reloads.do(key, lambda: self._load_on(server, adapter, folder))
         return True
 
     async def close(self) -> None:
@@ -332,7 +326,7 @@ class VllmEngine:
                 remedy = "check --max-lora-rank of the server and the adapter's targets"
                 raise InputError(f"{error.detail}; {remedy}") from None
             raise
-        server.adapters[name] = there
+        server.adapters[name], self._loaded_at[server.index, name] = there, time.monotonic()
         self.pool.note(server, "loaded", adapter=name)
 
     async def _load_anew(self, server: Server, name: str, folder: str) -> str:

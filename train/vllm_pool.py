@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -54,6 +54,20 @@ def times_from_env(environ: Mapping[str, str]) -> PoolTimes:
     if not 0 < seconds < float("inf"):
         raise InputError(f"VLLM_TIMEOUT_S={text!r}: expected seconds > 0, for example 600")
     return PoolTimes(request_s=seconds)
+
+
+class OncePerKey:
+    """Work that many ask for and one does: who asks while it goes on waits for the same."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[Hashable, asyncio.Task[None]] = {}
+
+    async def do(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """``work()``, which goes on for the others when one who waits is cancelled."""
+        if key not in self._tasks:
+            self._tasks[key] = asyncio.create_task(work())
+            self._tasks[key].add_done_callback(lambda _: self._tasks.pop(key, None))
+        await asyncio.shield(self._tasks[key])
 
 
 class TransientFault(RuntimeError):

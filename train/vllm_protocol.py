@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from game_registry import AgentError
 from pipeline.files import InputError
 from train.engine import Sample, SamplingParams
 
@@ -54,6 +55,24 @@ def parse_base_urls(text: str) -> tuple[str, ...]:
     if not urls:
         raise InputError("no server URL given; expected http://HOST:PORT[,http://HOST:PORT]")
     return tuple(dict.fromkeys(urls))
+
+
+def fitted(params: SamplingParams, n_prompt: int, context: int | None) -> SamplingParams:
+    """``params`` with no more tokens than the server's ``context`` has room for.
+
+    Raises:
+        AgentError: the prompt is empty, or fills it.
+    """
+    if n_prompt == 0:
+        raise AgentError("nonsense", "the prompt has no tokens")
+    if context is None or n_prompt + params.max_new_tokens <= context:
+        return params
+    room = context - n_prompt
+    if room < 1:
+        raise AgentError(
+            "context", f"prompt of {n_prompt} tokens, server context {context}; lower --max-seq-length"
+        )
+    return SamplingParams(room, params.temperature, params.stop, params.seed)
 
 
 def completion_request(
