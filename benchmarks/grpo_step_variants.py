@@ -31,7 +31,7 @@ class Preset:
     rank: int
     repeats: int
     limits_s: dict[str, int]
-    brief: bool = False  # TRL timed once, no other lengths of the pack
+    brief: bool = False  # TRL timed once
 
 
 PRESETS = {
@@ -42,7 +42,7 @@ PRESETS = {
             "max_position_embeddings": 40960,
         },
         "bfloat16", 16, 4096, 512, 0.25, 32, 5,
-        {"tree": 120, "trl": 100, "check": 150, "attention": 60, "tree_flex": 100, "small": 90},
+        {"tree": 120, "trl": 100, "check": 150, "attention": 60, "small": 90},
     ),
     "cpu": Preset(
         {
@@ -56,6 +56,7 @@ PRESETS = {
 }  # fmt: skip
 
 
+SPREAD = 16  # tokens by which the suffixes of a group differ in length, as they do in training
 SMALL = {  # Qwen3-0.6B
     "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
     "num_key_value_heads": 8, "vocab_size": 32768,
@@ -133,6 +134,8 @@ def peak_gib(device: str) -> float | None:
 
 
 def run_tree(preset: Preset, device: str) -> dict[str, Any]:
+    """``step_s``: the median over updates that each have a new shape, as in training. ``again_s``: the last of them
+    once more."""
     import torch
 
     from train.learner import UpdateConfig
@@ -140,25 +143,25 @@ def run_tree(preset: Preset, device: str) -> dict[str, Any]:
 
     learner = new_learner(build_model(preset, device), preset)
     config = UpdateConfig(LossConfig(), 1.0, pack_tokens=16384)
-    items = group_items(preset)
-    first = timed(lambda: learner.update(items, config), 2, device)
-    say(f"first two updates {first}")
+    groups = [group_items(preset, seed, SPREAD) for seed in range(3 + preset.repeats)]
+
+    def update(k: int) -> float:
+        return timed(lambda: learner.update(groups[k], config), 1, device)[0]
+
+    first = [update(k) for k in range(3)]
+    say(f"first updates {first}")
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    times = timed(lambda: learner.update(items, config), preset.repeats, device)
+    times = [update(k) for k in range(3, len(groups))]
     result = {"step_s": statistics.median(times), "times_s": times, "first_s": first, "peak_gib": peak_gib(device)}
+    result["again_s"] = update(-1)
     say(str(result))
-    result |= limits(learner.model, items)
-    result["phases_ms"] = phases(learner, items, device)
+    result |= limits(learner.model, groups[-1])
+    result["phases_ms"] = phases(learner, groups[-1], device)
     say(str(result["phases_ms"]))
     if device == "cuda":
-        result["kernels"] = profile(lambda: learner.update(items, config))
-    other = []
-    for seed in () if preset.brief else (1, 2):
-        ragged = group_items(preset, seed, preset.suffix // 4)
-        other.append(timed(lambda ragged=ragged: learner.update(ragged, config), 2, device))  # type: ignore[misc]
-        say(f"another length of the pack: {other[-1]}")
-    return result | {"other_shapes_s": other}
+        result["kernels"] = profile(lambda: learner.update(groups[-1], config))
+    return result
 
 
 def phases(learner: Any, items: list[Any], device: str) -> dict[str, float]:
@@ -240,21 +243,21 @@ def run_small(preset: Preset, device: str) -> dict[str, Any]:
         preset = dataclasses.replace(preset, config=preset.config | SMALL, group=8, prompt=700, suffix=464, sampled=1.0)
     learner = new_learner(build_model(preset, device), preset)
     config = UpdateConfig(LossConfig(), 1.0, pack_tokens=16384)
-    batches = [[dataclasses.replace(i, group=g) for g in range(4) for i in group_items(preset, 4 * k + g, 16)]
-               for k in range(4)]  # fmt: skip
+    batches = [[dataclasses.replace(i, group=g) for g in range(4) for i in group_items(preset, 4 * k + g, SPREAD)]
+               for k in range(3 + preset.repeats)]  # fmt: skip
 
-    def update(k: int) -> None:
-        learner.update(batches[k], config)
+    def update(k: int) -> float:
+        return timed(lambda: learner.update(batches[k], config), 1, device)[0]
 
-    result: dict[str, Any] = {"first_s": [timed(lambda k=k: update(k), 1, device)[0] for k in range(3)]}  # type: ignore[misc]
-    times = timed(lambda: update(3), preset.repeats, device)
-    result |= {"step_s": statistics.median(times), "times_s": times}
-    result["score_s"] = timed(lambda: learner.logprobs_of(batches[3][0].sequence.token_ids[-512:]), 3, device)
-    result["phases_ms"] = phases(learner, batches[3], device)
+    result: dict[str, Any] = {"first_s": [update(k) for k in range(3)]}
+    times = [update(k) for k in range(3, len(batches))]
+    result |= {"step_s": statistics.median(times), "times_s": times, "again_s": update(-1)}
+    result["score_s"] = timed(lambda: learner.logprobs_of(batches[-1][0].sequence.token_ids[-512:]), 3, device)
+    result["phases_ms"] = phases(learner, batches[-1], device)
     if device == "cuda":
-        result["kernels"] = profile(lambda: update(3))
+        result["kernels"] = profile(lambda: update(-1))
         result["busy_share"] = sum(row[1] for row in result["kernels"]) / 1e3 / result["step_s"]
-    result["python"] = python_profile(lambda: update(3))
+    result["python"] = python_profile(lambda: update(-1))
     say(str({k: v for k, v in result.items() if k not in ("kernels", "python")}))
     return result
 
@@ -356,20 +359,13 @@ def run_check(preset: Preset, device: str) -> dict[str, Any]:
     changes = {"num_hidden_layers": 2, "vocab_size": min(4096, preset.config["vocab_size"])}
     small = dataclasses.replace(small, config=preset.config | changes)
     grads: dict[str, Any] = {}
-    from train import tree_attention
-
-    tree_attention.RECTANGLE_PAIRS = 2**12  # the small group's prompt too goes through the merge
     for dtype in ("float32", "bfloat16"):
         learner = new_learner(build_model(small, device, dtype), small)
         generator = torch.Generator(device="cpu").manual_seed(3)
         for parameter in learner.parameters.values():
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
         items = group_items(small, 5, 20)
-        losses = [("tree", tree_loss), ("plain", plain_loss)]
-        if device == "cuda" and dtype == "bfloat16":
-            losses.append(("tree_flex", tree_loss))
-        for name, loss in losses:
-            tree_attention.USE_RECTANGLES = name != "tree_flex"
+        for name, loss in (("tree", tree_loss), ("plain", plain_loss)):
             learner.model.zero_grad()
             loss(learner.model, items).backward()
             grads[f"{name}_{dtype}"] = torch.cat([p.grad.double().flatten() for p in learner.parameters.values()])
@@ -404,17 +400,9 @@ def plain_loss(model: Any, items: list[Any]) -> Any:
     return total
 
 
-def run_tree_flex(preset: Preset, device: str) -> dict[str, Any]:
-    """``tree`` with the suffixes' attention to the prompt by FlexAttention too, instead of cuDNN."""
-    from train import tree_attention
-
-    tree_attention.USE_RECTANGLES = False
-    return run_tree(preset, device)
-
-
 def run_attention(preset: Preset, device: str) -> dict[str, Any]:
-    """Milliseconds of one layer's attention: the tree by FlexAttention, and its large rectangle (suffixes x prompt) by
-    kernels."""
+    """Milliseconds of one layer's attention: the tree by FlexAttention, its large rectangle (suffixes x prompt) and its
+    prompt by other kernels. ``first_ms``: both passes when the shape is met for the first time."""
     import torch
 
     from train.packing import build_pack
@@ -430,16 +418,10 @@ def run_attention(preset: Preset, device: str) -> dict[str, Any]:
     )
     grad = torch.randn_like(q)
     start = time.perf_counter()
-    masks = {
-        name: tree_mask(pack.subtree_end, torch.device(device), 4, rectangles=rectangles)
-        for name, rectangles in (("flex", False), ("flex_and_rectangles", True))
-    }
-    result: dict[str, Any] = {"masks_ms": (time.perf_counter() - start) * 1e3}
-    for name, mask in masks.items():
-        result[name] = both_passes(lambda mask=mask: tree_attention(q, k, v, mask, dim**-0.5), grad)  # type: ignore[misc]
-        grads = torch.autograd.grad(tree_attention(q, k, v, mask, dim**-0.5), (q, k, v), grad)
-        result[name]["norms"] = [float(g.float().norm()) for g in grads]
-        say(f"{name}: {result[name]}")
+    mask = tree_mask(pack.subtree_end, torch.device(device), 4)
+    result: dict[str, Any] = {"mask_ms": (time.perf_counter() - start) * 1e3}
+    result["flex"] = both_passes(lambda: tree_attention(q, k, v, mask, dim**-0.5), grad)
+    say(f"flex: {result['flex']}")
     cut = preset.prompt
     heads = lambda x, a, b: x[a:b].transpose(0, 1)[None]  # noqa: E731
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -466,18 +448,17 @@ def run_attention(preset: Preset, device: str) -> dict[str, Any]:
 
 
 def both_passes(function: Callable[[], Any], grad: Any) -> dict[str, float]:
-    """Median milliseconds of forward and of backward."""
-    for _ in range(2):
-        function().backward(grad)
+    """Milliseconds of the first call (both passes), median ones of forward and of backward."""
+    first = timed(lambda: function().backward(grad), 2, "cuda")[0]
     forward = timed(function, 7, "cuda")
     total = timed(lambda: function().backward(grad), 7, "cuda")
     median = statistics.median(forward)
-    return {"forward_ms": median * 1e3, "backward_ms": (statistics.median(total) - median) * 1e3}
+    backward = statistics.median(total) - median
+    return {"first_ms": first * 1e3, "forward_ms": median * 1e3, "backward_ms": backward * 1e3}
 
 
 VARIANTS = {
     "tree": run_tree,
-    "tree_flex": run_tree_flex,
     "check": run_check,
     "attention": run_attention,
     "trl": run_trl,

@@ -182,11 +182,10 @@ def steps(size: str, work: str, model: str, gate_set: tuple[str, ...]) -> list[T
         return Task(name, seconds, command, services=(f"engine_{kind}",), out=f"engine_{kind}.json", optional=optional)
 
     rollouts = (python, here + "bench_rollouts.py", "--size", kind)
-    second = "tree" if tiny else "tree,tree_flex"
     capabilities = (python, here + "bench_capabilities.py", "--preset", preset, "--iterations", iterations, "--warmup",
                     "1" if tiny else "2", "--base-url", "{url:server_small}", "--model", f"{work}/small")  # fmt: skip
     return [
-        step("bench_grpo_step", 190, *grpo, "--variants", f"{second},trl"),
+        step("bench_grpo_step", 190, *grpo, "--variants", "tree,trl"),
         step("delivery_8b", 20, *rollouts, *delivery.split(), "--base-url", "{url:server_large}", "--model",
              f"{work}/large", services=("server_large",)),
         step("bench_rollouts", 100, *rollouts, *(talk if tiny else "--rounds 1 --episodes 512").split(),

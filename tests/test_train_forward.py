@@ -3,7 +3,6 @@ checkpointing."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 from typing import Any
@@ -15,7 +14,14 @@ from tiny_models import tiny_model
 from pipeline.files import InputError
 from train import kernels
 from train import tree_attention as tree_attention_module
-from train.checkpointing import RESERVE, bytes_per_token, layers_to_checkpoint
+from train.checkpointing import (
+    PACK_TOKENS_LEAST,
+    PACK_TOKENS_MOST,
+    RESERVE,
+    bytes_per_token,
+    layers_to_checkpoint,
+    pack_budget,
+)
 from train.config import ALL_LINEARS
 from train.expert_lora import ExpertsLora, grouped_outer, grouped_product
 from train.fast_lora import AdaptedLinear, UnsupportedLayer, normed_projections, projection, swiglu_projection
@@ -24,10 +30,8 @@ from train.lora import adapter_parameters, adapter_state, attach_adapter, lora_c
 from train.packing import Pack, TokenSequence, build_pack
 from train.tree_attention import (
     KEPT_WEIGHTS,
-    Rectangle,
     TreeMask,
     block_mask,
-    split_rectangles,
     tree_attention,
     tree_mask,
 )
@@ -137,53 +141,6 @@ def test_a_chain_is_causal_attention() -> None:
     q, k, v = (torch.randn(20, h, 8) for h in (4, 2, 2))
     expected = dense(*(x.transpose(0, 1)[None] for x in (q, k, v)), pack, 0.2)[0].transpose(0, 1)
     assert torch.allclose(tree_attention(q, k, v, mask, 0.2), expected, atol=1e-5)
-
-
-def test_rectangles_are_what_everything_below_a_long_node_sees() -> None:
-    prompt = list(range(100, 140))
-    group = [TokenSequence([*prompt, *([k] * 10), *([50 + j] * 6)], [False] * 56) for k in range(3) for j in range(2)]
-    pack = build_pack(group, range(6))
-    found, rest = split_rectangles(pack.subtree_end, 100)
-    assert found == (Rectangle(0, 40, 106), Rectangle(40, 50, 62), Rectangle(62, 72, 84), Rectangle(84, 94, 106))
-    assert split_rectangles(pack.subtree_end, 1000)[0] == found[:1]
-    covered = dataclasses.replace(pack, subtree_end=rest).attention_mask()[0, 0].int()
-    for r in found:
-        covered[r.first_row : r.end_row, r.first_key : r.first_row] += 1
-    assert torch.equal(covered, pack.attention_mask()[0, 0].int()), "every pair once"
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_rectangles_cover_random_trees_once(seed: int) -> None:
-    pack = random_pack(seed, 60)
-    found, rest = split_rectangles(pack.subtree_end, 50)
-    covered = dataclasses.replace(pack, subtree_end=rest).attention_mask()[0, 0].int()
-    for r in found:
-        covered[r.first_row : r.end_row, r.first_key : r.first_row] += 1
-    assert found and torch.equal(covered, pack.attention_mask()[0, 0].int())
-
-
-def test_merged_rectangles_equal_dense_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU's flash kernel in place of cuDNN's: the same contract, output and log-sum-exp given to backward."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    monkeypatch.setattr(
-        tree_attention_module, "_rectangle", lambda q, k, v, scale: (*flash(q, k, v, scale=scale), (None, None))
-    )
-    monkeypatch.setattr(
-        tree_attention_module,
-        "_rectangle_backward",
-        lambda g, q, k, v, out, lse, seeds, scale: flash_backward(g, q, k, v, out, lse, 0.0, False, scale=scale),
-    )
-    pack = random_pack(2, 60, 5)
-    rectangles, rest_ends = split_rectangles(pack.subtree_end, 50)
-    assert len(rectangles) > 2
-    q, k, v = (torch.randn(1, 3, pack.n_tokens, 8, requires_grad=True) for _ in range(3))
-    scores = (q @ k.transpose(-1, -2) * 0.4).masked_fill(
-        ~dataclasses.replace(pack, subtree_end=rest_ends).attention_mask(), float("-inf")
-    )
-    rest, lse = torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1)
-    found = tree_attention_module._AddRectangles.apply(rest, lse, q, k, v, rectangles, 0.4)
-    same_gradients([found], [dense(q, k, v, pack, 0.4)], [q, k, v])
 
 
 # ---------------------------------------------------------------------- kernels
@@ -408,6 +365,15 @@ def test_checkpointing_takes_as_many_layers_as_memory_asks_for() -> None:
         layers_to_checkpoint(model, tokens, "some")
 
 
+def test_a_pack_takes_half_of_the_free_memory() -> None:
+    model = tiny_model("qwen3")
+    kept, _ = bytes_per_token(model.config, 4)
+    assert pack_budget(model, free_bytes=2 * 2 * kept * 20_000 + 1) == 20_000
+    assert pack_budget(model, free_bytes=0) == PACK_TOKENS_LEAST, "checkpointing makes it fit"
+    assert pack_budget(model, free_bytes=2**50) == PACK_TOKENS_MOST
+    assert pack_budget(model) == 1024, "a CPU"
+
+
 def test_a_checkpointed_layer_keeps_less() -> None:
     model = attach_adapter(tiny_model("qwen3", num_hidden_layers=4), "skill", lora_config(4, 8), seed=0)
     episode = TokenSequence(list(range(3, 203)), [False, *[True] * 199])
@@ -467,24 +433,20 @@ def test_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from train import run as run_module
     from train.config import TrainConfig
     from train.kernels import use_deterministic_kernels
-    from train.tree_attention import suits_cudnn
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # whatever it was comes back at the end
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     gpu = torch.device("cuda")
-    assert suits_cudnn(gpu, torch.bfloat16, 128)
     before = torch._inductor.config.deterministic
     try:
         use_deterministic_kernels()
         assert torch.are_deterministic_algorithms_enabled() and torch._inductor.config.deterministic
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-        assert not suits_cudnn(gpu, torch.bfloat16, 128)
         chain = torch.full((7,), 7)
         assert tree_mask(chain, torch.device("cpu"), 1) == TreeMask()
         monkeypatch.setattr(tree_attention_module, "block_mask", lambda ends, device: (ends, device))
         mask = tree_mask(chain, gpu, 1)
-        assert mask.block_mask == (chain, gpu) and not mask.rectangles  # type: ignore[comparison-overlap]
+        assert mask.block_mask == (chain, gpu)  # type: ignore[comparison-overlap]
     finally:
         torch.use_deterministic_algorithms(False)
         torch._inductor.config.deterministic = before

@@ -336,10 +336,11 @@ def test_every_pack_has_one_rank_and_the_load_is_even(sizes: list[int], world: i
 
 CASES: list[dict[str, Any]] = [
     {"pack_tokens": 24, "loss": {"kind": "grpo", "kl_coef": 0.1}},
-    {"pack_tokens": 4096, "loss": {"kind": "dapo"}},  # one pack: a rank has nothing to do
+    {"pack_tokens": 4096, "loss": {"kind": "dapo"}},  # one pack on one rank, as many as ranks on several
+    {"pack_tokens": 4096, "loss": {"kind": "dr_grpo"}, "of_group": 1},  # one or two episodes a step: a rank is idle
 ]
 REDUCED = (
-    "loss", "entropy", "action_tokens", "grad_norm", "packed_tokens", "mismatch_k1", "mismatch_k3", "mismatch_mean_abs",
+    "loss", "entropy", "action_tokens", "grad_norm", "plain_tokens", "mismatch_k1", "mismatch_k3", "mismatch_mean_abs",
     "mismatch_max_abs", "mismatch_outside", "mismatch_ess",
 )  # fmt: skip
 WORKER = """
@@ -366,8 +367,11 @@ def steps_of_case(
     case: dict[str, Any], model: Any, learner: Learner
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Two iterations of four optimiser steps each. Returns weights and the last metrics."""
-    config = update_config(epochs=2, groups_per_step=2, **case)
-    metrics = [learner.update(items_for(model, noise=0.5), config) for _ in range(2)][-1]
+    config = update_config(epochs=2, groups_per_step=2, **{k: v for k, v in case.items() if k != "of_group"})
+    items = items_for(model, noise=0.5)
+    if keep := case.get("of_group"):
+        items = [item for group in range(len(REWARDS)) for item in [i for i in items if i.group == group][:keep]]
+    metrics = [learner.update(items, config) for _ in range(2)][-1]
     return adapter_copy(learner), metrics
 
 
@@ -390,7 +394,7 @@ class ThreadedSum:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("case", CASES, ids=["several packs", "one pack"])
+@pytest.mark.parametrize("case", CASES, ids=["several packs", "a pack each", "fewer episodes"])
 def test_many_ranks_equal_one(case: dict[str, Any], world: int) -> None:
     """Global token counts: unequal shares, or a rank without any pack, make the steps of one rank."""
     one, metrics_one = steps_of_case(case, *learner_of_case())
@@ -402,6 +406,7 @@ def test_many_ranks_equal_one(case: dict[str, Any], world: int) -> None:
         results = [r.result() for r in running]
     for weights, metrics in results:
         assert largest_change(one, weights) < 1e-6
+        assert metrics["packs"] >= (world + 2) / 2 or "of_group" in case, "every rank has a pack of seven episodes"
         for key in REDUCED:
             assert metrics[key] == pytest.approx(metrics_one[key], rel=1e-5, abs=1e-6), key
 

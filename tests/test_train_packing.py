@@ -119,6 +119,29 @@ def test_an_episode_over_the_budget_gets_a_pack_of_its_own() -> None:
     assert sorted(p.episodes for p in packs) == [[0], [1, 2]]
 
 
+def test_packs_are_of_one_size() -> None:
+    rng = random.Random(1)
+    prompts = [[rng.randrange(1000) for _ in range(60)] for _ in range(5)]
+    episodes = [episode([*p, *(rng.randrange(1000) for _ in range(40))]) for p in prompts for _ in range(4)]
+    assert [p.n_tokens for p in pack_episodes(episodes, 1100)] == [1100]
+    sizes = [p.n_tokens for p in pack_episodes(episodes, 1099)]
+    assert len(sizes) == 2 and max(sizes) <= 640, "not 1,060 and 100"
+    for at_least in (2, 3, 7, 19, 20):
+        sizes = [p.n_tokens for p in pack_episodes(episodes, 10_000, at_least)]
+        assert len(sizes) == at_least and max(sizes) - min(sizes) <= 100
+    assert len(pack_episodes(episodes, 10_000, 50)) == 20, "an episode is not cut"
+    assert pack_episodes([], 100, 2) == []
+
+
+@given(episodes_strategy, st.integers(1, 30), st.integers(1, 9))
+def test_every_rank_gets_a_pack(raw: list[tuple[list[int], list[bool]]], budget: int, at_least: int) -> None:
+    sequences = [TokenSequence(tokens, mask) for tokens, mask in raw]
+    packs = pack_episodes(sequences, budget, at_least)
+    assert sorted(e for p in packs for e in p.episodes) == list(range(len(sequences)))
+    assert len(packs) >= min(at_least, len(sequences))
+    assert all(p.n_tokens <= budget or len(p.episodes) == 1 for p in packs)
+
+
 def test_moving_a_pack_keeps_everything() -> None:
     pack = build_pack([episode([1, 2, 3], [2]), episode([1, 4], [1])], [0, 1])
     moved = pack.to("cpu")

@@ -130,6 +130,14 @@ class Ranks:
                 f"ranks disagree on {what}: {values}; start all of them with the same arguments and files"
             )
 
+    def least(self, value: int) -> int:
+        """The smallest ``value`` over ranks."""
+        values: list[Any] = [value] * self.world
+        if self.world > 1:
+            with with_peers():
+                dist.all_gather_object(values, value, group=self.control)
+        return min(values)
+
     def close(self) -> None:
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()

@@ -12,7 +12,7 @@ from train.checkpointing import layers_to_checkpoint
 from train.fast_lora import UnsupportedLayer
 from train.logprobs import pair_logprobs
 from train.packing import Pack, TokenSequence, build_pack, pack_episodes
-from train.tree_attention import suits_cudnn, tree_mask
+from train.tree_attention import tree_mask
 from train.tree_decoder import decode, structure_refusal
 
 # Model types on which tests/test_train_architectures.py shows that tree-packed gradients equal those of separate
@@ -49,10 +49,10 @@ def can_pack(model: Any) -> bool:
     return full and config.model_type in TREE_MODEL_TYPES
 
 
-def make_packs(model: Any, sequences: list[TokenSequence], max_tokens: int) -> list[Pack]:
-    """Tree packs, or one pack per episode where the model class does not allow a tree."""
+def make_packs(model: Any, sequences: list[TokenSequence], max_tokens: int, at_least: int = 1) -> list[Pack]:
+    """Tree packs (``pack_episodes``), or one pack per episode where the model class does not allow a tree."""
     if can_pack(model):
-        return pack_episodes(sequences, max_tokens)
+        return pack_episodes(sequences, max_tokens, at_least)
     return [build_pack(sequences, [e]) for e in range(len(sequences))]
 
 
@@ -92,8 +92,7 @@ def _hidden_of_rows(base: Any, pack: Pack, rows: torch.Tensor, checkpoint: str) 
     if structure_refusal(base) is None:
         config = base.config.get_text_config()
         groups = config.num_attention_heads // config.num_key_value_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        mask = tree_mask(pack.subtree_end, device, groups, rectangles=suits_cudnn(device, base.dtype, dim))
+        mask = tree_mask(pack.subtree_end, device, groups)
         layers = layers_to_checkpoint(base, pack.n_tokens, checkpoint) if torch.is_grad_enabled() else 0
         # an unusual adapter: the same numbers, slower, from the model itself
         with contextlib.suppress(UnsupportedLayer):

@@ -20,10 +20,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 def use_deterministic_kernels() -> None:
     """Let every update of this process give the same bits each time, on every GPU of one kind.
 
-    Kernels are then chosen without timing them, and none adds up in an order that chance decides: tree attention is
-    all FlexAttention's, since the backward of cuDNN's and of ordinary causal attention does. Not covered is the own
-    attention of models that train one episode per row (``can_pack``). PyTorch warns where an operation has no such
-    form. To be called before the first computation on a GPU.
+    Kernels are then chosen without timing them, and none adds up in an order that chance decides: a chain too goes
+    through FlexAttention, since the backward of ordinary causal attention does. Not covered is the own attention of
+    models that train one episode per row (``can_pack``). PyTorch warns where an operation has no such form. To be
+    called before the first computation on a GPU.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -171,7 +171,7 @@ class Learner:
 
     def _step(self, items: list[TrainItem], config: UpdateConfig, single: bool) -> dict[str, float]:
         sequences = [item.sequence for item in items]
-        packs = make_packs(self.model, sequences, config.pack_tokens)
+        packs = make_packs(self.model, sequences, config.pack_tokens, self.world)
         totals = Totals(len(items), sum(len(item.sampler_logprobs) for item in items))
         self.optimizer.zero_grad(set_to_none=True)
         device = next(iter(self.parameters.values())).device

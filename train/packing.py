@@ -12,6 +12,7 @@ Exact for models in which tokens meet in full attention only; ``train.forward`` 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -178,26 +179,40 @@ def build_pack(sequences: Sequence[TokenSequence], episodes: Sequence[int]) -> P
     )
 
 
-def pack_episodes(sequences: Sequence[TokenSequence], max_tokens: int) -> list[Pack]:
-    """Trees of at most ``max_tokens`` tokens (an episode that is longer by itself gets a pack of its own).
+def pack_episodes(sequences: Sequence[TokenSequence], max_tokens: int, at_least: int = 1) -> list[Pack]:
+    """Trees of about equal size and of at most ``max_tokens`` tokens (an episode that is longer by itself gets a pack
+    of its own).
 
     Episodes are taken in the order of their tokens, so that those with a long common prefix meet in one pack.
+
+    Args:
+        at_least: packs, where there are so many episodes: every rank wants one.
     """
     tokens = [np.asarray(s.token_ids, np.int64) for s in sequences]
     order = sorted(range(len(sequences)), key=lambda e: tuple(sequences[e].token_ids))
-    packs: list[Pack] = []
-    current: list[int] = []
-    size = 0
-    for e in order:
-        added = len(tokens[e]) - (common_prefix(tokens[current[-1]], tokens[e]) if current else 0)
-        if current and size + added > max_tokens:
-            packs.append(build_pack(sequences, current))
-            current, size, added = [], 0, len(tokens[e])
-        current.append(e)
-        size += added
-    if current:
-        packs.append(build_pack(sequences, current))
-    return packs
+    # what each episode adds to a pack that has the one before it
+    added = [
+        len(tokens[e]) - (common_prefix(tokens[order[i - 1]], tokens[e]) if i else 0) for i, e in enumerate(order)
+    ]
+    full = [len(tokens[e]) for e in order]
+    fewest = _cuts(added, full, max_tokens, 1)
+    cuts = _cuts(added, full, max_tokens, max(len(fewest), min(at_least, len(order)))) if order else []
+    return [build_pack(sequences, order[start:end]) for start, end in itertools.pairwise([*cuts, len(order)])]
+
+
+def _cuts(added: Sequence[int], full: Sequence[int], max_tokens: int, n_packs: int) -> list[int]:
+    """Where each pack begins: about ``n_packs`` of one size, none above ``max_tokens`` if it has several episodes."""
+    cuts, size, remaining = [0], 0, sum(added)
+    aim = remaining / n_packs
+    for i, new in enumerate(added):
+        left = n_packs - len(cuts)  # packs after this one
+        near = left > 0 and (size + new / 2 > aim or len(added) - i <= left)
+        if i > cuts[-1] and (size + new > max_tokens or near):
+            cuts.append(i)
+            size, aim = 0, remaining / max(1, left)
+        size += full[i] if i == cuts[-1] else new
+        remaining -= new
+    return cuts
 
 
 def common_prefix(a: Ints, b: Ints) -> int:

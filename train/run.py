@@ -16,11 +16,12 @@ from game_registry import GameError, GameMix, GameSpec
 from pipeline.files import InputError, write_json
 from train.chat import ChatCodec
 from train.checkpoint import load_checkpoint
+from train.checkpointing import pack_budget
 from train.config import TrainConfig
 from train.distributed import Ranks, join_ranks, said_once
 from train.engine import Engine
 from train.engines import EngineOptions, open_engine
-from train.forward import can_pack
+from train.forward import base_model, can_pack
 from train.groups import Sampler
 from train.grpo import Trainer, Worker, checkpoint_settings
 from train.kernels import use_deterministic_kernels
@@ -129,7 +130,7 @@ def _build_worker(
         epochs=config.epochs,
         groups_per_step=config.mini_batch_size,
         max_grad_norm=config.max_grad_norm,
-        pack_tokens=config.pack_tokens or (1024 if device == "cpu" else 16384),
+        pack_tokens=config.pack_tokens or ranks.least(pack_budget(base_model(model)) if can_pack(model) else 1),
         logit_chunk=config.logit_chunk,
     )
     return Worker(learners, update, ranks), model

@@ -1,28 +1,24 @@
 """Attention over a pack: every token attends to its ancestors in the tree, nothing else is computed.
 
 The mask is ``k <= q < subtree_end[k]`` (``train.packing``). On a GPU it goes to FlexAttention as a block mask that is
-derived from the subtree ends block by block, so no [T, T] matrix exists anywhere; what the tokens below a long node
-see of it
-(the suffixes of a group and their prompt) is a full rectangle, which cuDNN computes faster, and the two are merged by
-their log-sum-exps. On a CPU the rows are cut into tiles, and each tile meets only those keys that one of its rows may
-see.
-A pack that is one chain is ordinary causal attention on both.
+derived from the subtree ends block by block, so no [T, T] matrix exists anywhere. On a CPU the rows are cut into tiles,
+and each tile meets only those keys that one of its rows may see. A pack that is one chain is ordinary causal attention
+on both.
+
+What the suffixes of a group see of their prompt is a full rectangle, which cuDNN computes faster than FlexAttention:
+5 % of an update of Qwen3-4B. But cuDNN makes a plan for every shape, 100 ms for both passes of each on an H200
+(variant ``attention`` of ``benchmarks/bench_grpo_step.py``), and every update has shapes of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-
-from train.kernels import fused_on_gpu
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 FLEX_BLOCK = 128
-USE_RECTANGLES = True  # cuDNN for large rectangles: 5 % of an update on H200 (benchmarks/results/bench_grpo_step.json)
-RECTANGLE_PAIRS = 2**21  # smaller rectangles stay with FlexAttention: a launch and a merge must pay
 CPU_TILE = 96  # rows; measured flat between 64 and 128
 KEPT_WEIGHTS = 2**23  # of the softmax, per layer: 16 MiB in bf16
 
@@ -40,43 +36,27 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rectangle:
-    """All rows [first_row, end_row) see all keys [first_key, first_row): a node's tokens and everything below the
-    node."""
-
-    first_key: int
-    first_row: int
-    end_row: int
-
-
-@dataclasses.dataclass(frozen=True)
 class TreeMask:
-    """Who attends to whom, in the form that the device's attention takes; nothing set: causal.
-
-    ``block_mask`` covers what ``rectangles`` leave.
-    """
+    """Who attends to whom, in the form that the device's attention takes; nothing set: causal."""
 
     block_mask: BlockMask | None = None
-    rectangles: tuple[Rectangle, ...] = ()
     tiles: tuple[Tile, ...] = ()
 
 
 def tree_mask(
-    subtree_end: torch.Tensor, device: torch.device, query_groups: int, tile: int = CPU_TILE, rectangles: bool = False
+    subtree_end: torch.Tensor, device: torch.device, query_groups: int, tile: int = CPU_TILE
 ) -> TreeMask:
     """The mask of a pack.
 
     Args:
         subtree_end: [T] on the CPU. query_groups: query heads per key head.
-        rectangles: the model's heads suit cuDNN (``suits_cudnn``).
     """
     # on a GPU the kernels of ordinary causal attention add up in any order too, FlexAttention's do not
     exact = device.type == "cuda" and torch.are_deterministic_algorithms_enabled()
     if not exact and bool((subtree_end == len(subtree_end)).all()):
         return TreeMask()
     if device.type == "cuda":
-        found, rest = split_rectangles(subtree_end, RECTANGLE_PAIRS) if rectangles else ((), subtree_end)
-        return TreeMask(block_mask=block_mask(rest, device), rectangles=found)
+        return TreeMask(block_mask=block_mask(subtree_end, device))
     return TreeMask(tiles=_tiles(subtree_end, query_groups, tile))
 
 
@@ -112,120 +92,6 @@ def _block_lists(blocks: torch.Tensor, device: torch.device) -> tuple[torch.Tens
     counts = blocks.sum(1, dtype=torch.int32)
     order = torch.argsort(blocks.int(), dim=1, descending=True, stable=True).int()
     return counts[None, None].to(device), order[None, None].to(device)
-
-
-def suits_cudnn(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Shall cuDNN's attention compute large rectangles here, and can it?"""
-    return (
-        USE_RECTANGLES
-        and not torch.are_deterministic_algorithms_enabled()  # its backward adds up in any order
-        and device.type == "cuda"
-        and dtype in (torch.bfloat16, torch.float16)
-        and head_dim <= 128
-        and head_dim % 8 == 0
-        and torch.backends.cuda.cudnn_sdp_enabled()
-        and torch.cuda.get_device_capability(device) >= (9, 0)
-    )
-
-
-def split_rectangles(subtree_end: torch.Tensor, min_pairs: int) -> tuple[tuple[Rectangle, ...], torch.Tensor]:
-    """Rectangles of at least ``min_pairs`` pairs, outer ones first, and the subtree ends [T] that are left without
-    them.
-
-    Neighbouring tokens with one subtree end form a node (or a chain of nodes), of which everything below sees
-    everything.
-    """
-    changes = (torch.nonzero(subtree_end[1:] != subtree_end[:-1])[:, 0] + 1).tolist()
-    rest, found = subtree_end.clone(), []
-    for start, stop in itertools.pairwise([0, *changes, len(subtree_end)]):
-        end = int(subtree_end[start])
-        if (stop - start) * (end - stop) >= min_pairs:
-            found.append(Rectangle(start, stop, end))
-            rest[start:stop] = stop
-    return tuple(found), rest
-
-
-Seeds = tuple[torch.Tensor, torch.Tensor]  # the kernel's random state, unused without dropout but part of its interface
-
-
-def _rectangle(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, Seeds]:
-    """cuDNN's attention without a mask: output [1, heads, rows, dim] and log-sum-exp [1, heads, rows]."""
-    result = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, scale=scale)
-    return result[0], result[1].reshape(query.shape[:3]), (result[6], result[7])
-
-
-def _rectangle_backward(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, seeds: Seeds, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of query, key, value where softmax is normalised by ``lse`` and the output was ``out``."""
-    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
-        torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            grad, query, key, value, out, lse[..., None].contiguous(), *seeds, None, None, None, query.shape[2],
-            key.shape[2], 0.0, False, scale=scale,
-        )
-    )  # fmt: skip
-    return result
-
-
-class _AddRectangles(torch.autograd.Function):
-    """Merge attention over some keys with cuDNN's over further rectangles.
-
-    With l the log-sum-exp of every part, the whole is ``sum_p exp(l_p - l) o_p``, ``l = log sum_p exp(l_p)``. The
-    gradient of a rectangle is its kernel's gradient at the whole's output and log-sum-exp; the rest gets
-    ``do_1 = w_1 do`` and ``dl_1 = w_1 do . (o_1 - o)``, w_1 = exp(l_1 - l).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, rest: torch.Tensor, rest_lse: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
-        value: torch.Tensor, rectangles: tuple[Rectangle, ...], scale: float,
-    ) -> torch.Tensor:  # fmt: skip
-        out, lse = rest.clone(), rest_lse.clone()
-        ctx.rectangles, ctx.scale, ctx.seeds = rectangles, scale, []
-        for r in rectangles:
-            rows, keys = slice(r.first_row, r.end_row), slice(r.first_key, r.first_row)
-            part, part_lse, seeds = _rectangle(query[:, :, rows], key[:, :, keys], value[:, :, keys], scale)
-            ctx.seeds.append(seeds)
-            _merge_into(out[:, :, rows], lse[:, :, rows], part, part_lse)
-        ctx.save_for_backward(rest, rest_lse, out, lse, query, key, value)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rest, rest_lse, out, lse, query, key, value = ctx.saved_tensors
-        grad_rest, grad_lse = _merge_backward(grad, rest, rest_lse, out, lse)
-        grads = [torch.zeros_like(x) for x in (query, key, value)]
-        for r, seeds in zip(ctx.rectangles, ctx.seeds, strict=True):
-            rows, keys = slice(r.first_row, r.end_row), slice(r.first_key, r.first_row)
-            parts = _rectangle_backward(
-                grad[:, :, rows], query[:, :, rows], key[:, :, keys], value[:, :, keys], out[:, :, rows],
-                lse[:, :, rows], seeds, ctx.scale,
-            )  # fmt: skip
-            for whole, part, where in zip(grads, parts, (rows, keys, keys), strict=True):
-                whole[:, :, where] += part
-        return grad_rest, grad_lse, *grads, None, None
-
-
-@fused_on_gpu
-def _merge_into(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Add a part to (out, lse) in place. out, part: [1, heads, rows, dim]; lse, part_lse: [1, heads, rows] fp32."""
-    total = torch.logaddexp(lse, part_lse)
-    old, new = torch.exp(lse - total)[..., None], torch.exp(part_lse - total)[..., None]
-    out.copy_(out.float() * old + part.float() * new)
-    lse.copy_(total)
-
-
-@fused_on_gpu
-def _merge_backward(
-    grad: torch.Tensor, rest: torch.Tensor, rest_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the part that is not a rectangle, and of its log-sum-exp."""
-    weight = torch.exp(rest_lse - lse)
-    inner = (grad.float() * (rest.float() - out.float())).sum(-1)
-    return (grad.float() * weight[..., None]).to(grad.dtype), weight * inner
 
 
 # ---------------------------------------------------------------------- CPU
@@ -323,11 +189,7 @@ def tree_attention(
         return result
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
-    if mask.rectangles:
-        asked: Any = AuxRequest(lse=True)  # not in the compiled function's annotation
-        rest, aux = _flex(q, k, v, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped, return_aux=asked)
-        out = _AddRectangles.apply(rest, aux.lse, q, k, v, mask.rectangles, scale)
-    elif mask.block_mask is not None:
+    if mask.block_mask is not None:
         out = _flex(q, k, v, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped)
     else:
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
