@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -196,22 +197,32 @@ def pack_episodes(sequences: Sequence[TokenSequence], max_tokens: int, at_least:
     ]
     full = [len(tokens[e]) for e in order]
     fewest = _cuts(added, full, max_tokens, 1)
-    cuts = _cuts(added, full, max_tokens, max(len(fewest), min(at_least, len(order)))) if order else []
+    n_packs = max(len(fewest), min(at_least, len(order)))
+    cuts = _cuts(added, full, max_tokens, n_packs)
+    if len(cuts) > n_packs == len(fewest):  # parts of one size have more prompts twice
+        cuts = fewest
     return [build_pack(sequences, order[start:end]) for start, end in itertools.pairwise([*cuts, len(order)])]
 
 
 def _cuts(added: Sequence[int], full: Sequence[int], max_tokens: int, n_packs: int) -> list[int]:
-    """Where each pack begins: about ``n_packs`` of one size, none above ``max_tokens`` if it has several episodes."""
-    cuts, size, remaining = [0], 0, sum(added)
-    aim = remaining / n_packs
-    for i, new in enumerate(added):
+    """Where each pack begins: about ``n_packs`` of one size that have few tokens twice, none above ``max_tokens`` if it
+    has several episodes."""
+    cuts: list[int] = []
+    begin, n = 0, len(added)
+    while begin < n:
+        cuts.append(begin)
         left = n_packs - len(cuts)  # packs after this one
-        near = left > 0 and (size + new / 2 > aim or len(added) - i <= left)
-        if i > cuts[-1] and (size + new > max_tokens or near):
-            cuts.append(i)
-            size, aim = 0, remaining / max(1, left)
-        size += full[i] if i == cuts[-1] else new
-        remaining -= new
+        aim = sum(added[begin:]) / (left + 1) if left > 0 else math.inf
+        size, end, least = full[begin], begin + 1, math.inf
+        for at in range(begin + 1, max(begin + 1, n - max(0, left)) + 1):  # where this pack might end
+            twice = full[at] - added[at] if at < n else 0
+            cost = abs(size - aim) + twice if left > 0 else -at
+            if cost < least:
+                end, least = at, cost
+            if at == n or size + added[at] > max_tokens:
+                break
+            size += added[at]
+        begin = end
     return cuts
 
 
