@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
 from tiny_models import tiny_model
 
 from pipeline.files import InputError
@@ -301,6 +301,18 @@ def test_peft_loads_the_adapter_with_equal_logprobs(family: str, tmp_path: Path)
         with model.disable_adapter():
             assert (packed_logprobs(model, episodes) - expected).abs().max() > 1e-2
     assert torch.allclose(found, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
+def test_state_is_what_peft_says(family: str) -> None:
+    """Also beside an adapter whose name begins alike, and with the cast before the copy."""
+    model = attach_adapter(adapted(family), "skill_2", lora_config(4, 8), seed=5)
+    for name in ("skill", "skill_2"):
+        expected = get_peft_model_state_dict(model, adapter_name=name)
+        for dtype in (None, torch.bfloat16):
+            state = adapter_state(model, name, dtype)
+            assert set(state) == set(expected)
+            assert all(torch.equal(state[k], v.to(dtype or v.dtype)) for k, v in expected.items())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])

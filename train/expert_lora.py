@@ -227,13 +227,18 @@ def add_expert_adapters(model: Any, name: str, rank: int, alpha: int) -> int:
     return len(experts)
 
 
-def expert_state(model: Any, name: str) -> dict[str, torch.Tensor]:
-    """The expert adapters' tensors under the published names, on the CPU."""
+def on_cpu(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A copy without history on the CPU, cast to ``dtype`` before it travels."""
+    return tensor.detach().to(dtype or tensor.dtype).to("cpu").contiguous()
+
+
+def expert_state(model: Any, name: str, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """The expert adapters' tensors under the published names, on the CPU, in ``dtype`` if one is given."""
     state: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
         if isinstance(module, ExpertsLora) and name in module.lora_in_A:
             in_a, in_b, out_a, out_b = (
-                getattr(module, layer)[name].detach().to("cpu") for layer in ExpertsLora.adapter_layer_names
+                on_cpu(getattr(module, layer)[name], dtype) for layer in ExpertsLora.adapter_layer_names
             )
             rank = out_a.shape[1]
             for i in range(len(in_a)):
@@ -249,6 +254,11 @@ def expert_state(model: Any, name: str) -> dict[str, torch.Tensor]:
 
 
 _EXPERT_KEY = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.lora_[AB]\.weight$")
+
+
+def is_expert_parameter(key: str) -> bool:
+    """Is this the name, in the model, of a parameter of ``ExpertsLora``?"""
+    return ".mlp.experts.lora_" in key
 
 
 def is_expert_key(key: str) -> bool:

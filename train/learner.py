@@ -152,6 +152,9 @@ class Learner:
                     totals[key] = totals.get(key, 0.0) + value
         n_steps = max(1, len(batches) * config.epochs)
         self.version += 1
+        device = next(iter(self.parameters.values())).device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # whoever reads the weights need not know of our stream
         return {key: value / n_steps for key, value in totals.items()} | {"optimizer_steps": float(n_steps)}
 
     def _activate(self) -> None:

@@ -6,6 +6,7 @@ same tensors and the PEFT config in its metadata.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -26,11 +27,12 @@ from pipeline.folders import replace_folder
 from train.config import ALL_LINEARS
 from train.expert_lora import (
     EXPERT_TARGETS,
-    ExpertsLora,
     add_expert_adapters,
     expert_state,
     fused_experts,
     is_expert_key,
+    is_expert_parameter,
+    on_cpu,
     restore_experts,
 )
 
@@ -124,12 +126,40 @@ def adapter_parameters(model: PeftModel, name: str) -> dict[str, torch.nn.Parame
     return {n: p for n, p in model.named_parameters() if ending.search(n)}
 
 
-def adapter_state(model: PeftModel, name: str) -> dict[str, torch.Tensor]:
-    """PEFT's tensors of one adapter (names without the adapter's name), on the CPU."""
+def adapter_state(model: PeftModel, name: str, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """PEFT's tensors of one adapter (names without the adapter's name), on the CPU.
+
+    On a GPU they travel on a stream of their own, since the update of another adapter that runs in another thread
+    would be waited for once per tensor. So the weights must be there: what changes them on a GPU ends with its stream
+    synchronised (``Learner.update``).
+
+    Args:
+        dtype: to give them; None keeps fp32.
+    """
     # not model.state_dict(): its hooks on a sharded base disturb a pass that runs in another thread
-    own = {k: p for k, p in model.named_parameters() if "lora_" in k and ".mlp.experts.lora_" not in k}
-    state = get_peft_model_state_dict(model, state_dict=own, adapter_name=name)
-    return {k: v.detach().to("cpu").contiguous() for k, v in state.items()} | expert_state(model, name)
+    own = adapter_parameters(model, name)
+    plain = {k: p for k, p in own.items() if not is_expert_parameter(k)}
+    with _copying(next(iter(own.values())).device):
+        state = {_published(k, name): on_cpu(p, dtype) for k, p in plain.items()}
+        if len(plain) < len(own):
+            state |= expert_state(model, name, dtype)
+    return state
+
+
+def _published(key: str, name: str) -> str:
+    """``....lora_A.<name>.weight`` -> ``....lora_A.weight``."""
+    return re.sub(rf"(\.lora_\w+)\.{re.escape(name)}(?=\.|$)", r"\1", key)
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _copying(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return torch.cuda.stream(_streams[device])
 
 
 def restore_adapter(model: PeftModel, name: str, state: dict[str, torch.Tensor]) -> None:
@@ -197,10 +227,8 @@ def write_adapter_folder(
     model: PeftModel, name: str, folder: Path, *, dtype: torch.dtype | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Write only the PEFT folder. Returns the tensors and the config that were written."""
-    state = adapter_state(model, name)
-    if dtype is not None:
-        state = {k: v.to(dtype) for k, v in state.items()}
-    config = _config_dict(model, name)
+    state = adapter_state(model, name, dtype)
+    config = _config_dict(model, name, any(map(is_expert_key, state)))
     write_peft_folder(folder, state, config)
     return state, config
 
@@ -228,11 +256,11 @@ def write_peft_folder(target: Path, state: dict[str, torch.Tensor], config: dict
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _config_dict(model: PeftModel, name: str) -> dict[str, Any]:
+def _config_dict(model: PeftModel, name: str, with_experts: bool) -> dict[str, Any]:
     config = model.peft_config[name].to_dict()
     clean = {k: (sorted(v) if isinstance(v, set) else v) for k, v in config.items()}
     clean["inference_mode"] = True
-    if any(isinstance(m, ExpertsLora) and name in m.lora_in_A for m in model.modules()):
+    if with_experts:
         clean["target_modules"] = sorted({*clean["target_modules"], *EXPERT_TARGETS})
     return {k: getattr(v, "value", v) for k, v in clean.items()}
 
