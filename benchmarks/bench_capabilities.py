@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.bench_games import NAMES  # noqa: E402
+from benchmarks.bench_games import SIZES as GAME_SIZES  # noqa: E402
 from benchmarks.serving import served  # noqa: E402
 from pipeline.files import InputError, ServerError, read_jsonl, run_cli, write_json  # noqa: E402
 
@@ -54,10 +55,11 @@ class Preset:
     server_gpu: str | None = None
     server_flags: str = ""
     limit_s: int = 240  # of one run
+    reply: int = 0  # words of the environment between two turns
 
 
 GPU_FLAGS = (
-    "--attention-backend FLASH_ATTN --dtype bfloat16 --max-model-len 4096 --enable-prefix-caching --enable-lora "
+    "--attention-backend FLASH_ATTN --dtype bfloat16 --max-model-len 8192 --enable-prefix-caching --enable-lora "
     "--max-loras 8 --max-lora-rank 32 --gpu-memory-utilization "
 )
 # A prompt computed in two steps kills a CPU server when its request has a seed (vLLM 0.32): room for all at once.
@@ -70,7 +72,9 @@ PRESETS = {
     "cpu-server": Preset("tiny", 1024, 2, 8, 4, 4, 2, 8, "", CPU_FLAGS),
     "h200": Preset("qwen3-0.6b", 32768, 4, 96, 120, 8, 4, 32, "", GPU_FLAGS + "0.3"),
     "h200-two": Preset("qwen3-0.6b", 32768, 4, 96, 120, 8, 4, 32, "0", GPU_FLAGS + "0.3"),
-    "h200-x2": Preset("qwen3-4b", 32768, 4, 96, 120, 8, 4, 32, "0", GPU_FLAGS + "0.85"),
+    # the group of bench_grpo_step.py: 16 rollouts, prompt 4096, suffix 512 of which a quarter sampled
+    "h200-4b": Preset("qwen3-4b", 151936, 4, 32, 820, 16, 1, 32, "", GPU_FLAGS + "0.3", reply=22),
+    "h200-x2": Preset("qwen3-4b", 151936, 4, 32, 820, 16, 1, 32, "0", GPU_FLAGS + "0.85", reply=22),
 }
 
 
@@ -91,7 +95,8 @@ def train(preset: Preset, model: Path, capabilities: int, iterations: int, folde
     env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_BASE_URL", "VLLM_MODEL"))}
     env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{env.get('PYTHONPATH', '')}"
     env["TRACE_GAME_MODULES"] = "benchmarks.bench_games"
-    env |= {"BENCH_TURNS": str(preset.turns), "BENCH_TOKENS": str(preset.tokens), "BENCH_WORDS": str(preset.words)}
+    for name in GAME_SIZES:
+        env[f"BENCH_{name}"] = str(getattr(preset, name.lower()))
     if url is not None:
         env |= {"VLLM_BASE_URLS": url, "VLLM_MODEL": str(model)}
     if preset.server_gpu:

@@ -1,7 +1,8 @@
 """Four environments whose episodes have a fixed size, for speed measurements (module for ``TRACE_GAME_MODULES``).
 
-``BENCH_TURNS`` turns [2] of ``BENCH_TOKENS`` sampled tokens [16] after a prompt of about ``BENCH_WORDS`` words [8]. The
-reward is the share of characters of one kind, so a random model's rewards differ in every group.
+``BENCH_TURNS`` turns [2] of ``BENCH_TOKENS`` sampled tokens [16] after a prompt of about ``BENCH_WORDS`` words [8], and
+``BENCH_REPLY`` words [0] from the environment between two turns. The reward is the share of characters of one kind, so
+a random model's rewards differ in every group.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any
 
 from game_registry import GameSpec, Message, register_game
 
-TURNS, TOKENS, WORDS = (int(os.environ.get(f"BENCH_{k}", v)) for k, v in (("TURNS", 2), ("TOKENS", 16), ("WORDS", 8)))
+SIZES = {"TURNS": 2, "TOKENS": 16, "WORDS": 8, "REPLY": 0}
+TURNS, TOKENS, WORDS, REPLY = (int(os.environ.get(f"BENCH_{name}", size)) for name, size in SIZES.items())
 NAMES = ("bench_a", "bench_b", "bench_c", "bench_d")
 
 
@@ -24,8 +26,7 @@ class FixedSizeGame:
 
     def reset(self, seed: int) -> None:
         self.done, self.rewards = False, list[float]()
-        words = " ".join(f"{(seed * 7919 + i * i) % 9973}" for i in range(WORDS))
-        self.messages: list[Message] = [{"role": "user", "content": f"Task {seed}: {words}"}]
+        self.messages: list[Message] = [{"role": "user", "content": f"Task {seed}: {_words(seed * 7919, WORDS)}"}]
 
     def get_system_prompt(self) -> str:
         return "You are a careful assistant of a customer service desk."
@@ -39,11 +40,16 @@ class FixedSizeGame:
     def step(self, action_json: str) -> None:
         text = json.loads(action_json)["arguments"]["text"]
         self.rewards.append(sum(ord(c) % 4 == self.kind for c in text) / max(1, len(text)))
-        self.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
+        reply = f"Go on. {_words(len(self.rewards), REPLY)}".strip()
+        self.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": reply}]
         self.done = len(self.rewards) == TURNS
 
     def get_summary(self) -> dict[str, Any]:
         return {"reward": sum(self.rewards) / TURNS, "steps": len(self.rewards), "reason": "", "domain": "bench"}
+
+
+def _words(start: int, n: int) -> str:
+    return " ".join(f"{(start + i * i) % 9973}" for i in range(n))
 
 
 def _say(text: str) -> str:
