@@ -38,6 +38,7 @@ from train.sampling_lora import cast_adapter
 # transformers switches weight tying off for the whole process while it loads a model: of two loads at once, the one
 # that ends last can leave it off for good, and every later model with tied embeddings has no head.
 LOADING = threading.RLock()
+QUIET_TURNS = 16  # of the event loop without a new request, then a batch starts
 
 
 @dataclasses.dataclass
@@ -281,10 +282,7 @@ class LocalEngine:
 
     async def _run(self) -> None:
         while self._waiting:
-            seen = -1
-            while seen != len(self._waiting):  # let every episode that is ready ask before the batch starts
-                seen = len(self._waiting)
-                await asyncio.sleep(0)
+            await self._all_have_asked()
             adapter = self._waiting[0].adapter
             batch = [r for r in self._waiting if r.adapter == adapter][: self.max_rows]
             chosen = set(map(id, batch))
@@ -302,6 +300,18 @@ class LocalEngine:
             for request, sample in zip(batch, samples, strict=True):
                 if not request.future.done():
                     request.future.set_result(sample)
+
+    async def _all_have_asked(self) -> None:
+        """Let every episode that is ready ask before the batch starts.
+
+        Some need a few turns of the event loop more than others, such as those of a group that takes the place of
+        another; whether they come in time must not depend on what other adapters do meanwhile.
+        """
+        seen, quiet = -1, 0
+        while quiet < QUIET_TURNS:
+            quiet = quiet + 1 if seen == len(self._waiting) else 0
+            seen = len(self._waiting)
+            await asyncio.sleep(0)
 
     @contextlib.contextmanager
     def _active(self, adapter: str | None) -> Iterator[None]:
