@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from pipeline.files import InputError, check, read_json, sync_folder, write_json
 from train.learner import Learner
-from train.lora import save_tensors
+from train.lora import copying, save_tensors
 from train.run_log import list_checkpoints
 
 SCHEMA_VERSION = 1
@@ -119,9 +119,10 @@ def load_checkpoint(path: Path, learner: Learner, settings: dict[str, Any]) -> l
 
 def _optimizer_tensors(learner: Learner) -> dict[str, torch.Tensor]:
     tensors = {}
-    for name, parameter in learner.parameters.items():
-        for key, value in learner.optimizer.state.get(parameter, {}).items():
-            tensors[f"{name}|{key}"] = value.detach().to("cpu").contiguous()
+    with copying(next(iter(learner.parameters.values())).device):
+        for name, parameter in learner.parameters.items():
+            for key, value in learner.optimizer.state.get(parameter, {}).items():
+                tensors[f"{name}|{key}"] = value.detach().to("cpu").contiguous()
     return tensors
 
 
@@ -132,7 +133,8 @@ def _restore_optimizer(learner: Learner, tensors: dict[str, torch.Tensor]) -> No
         if name not in learner.parameters:
             raise InputError(f"checkpoint optimizer state: unknown parameter {name!r}; the adapter has other targets")
         parameter = learner.parameters[name]
-        moved = value if key == "step" else value.to(parameter.device)
+        stays = key == "step" and not learner.optimizer.defaults["fused"]  # a plain optimiser counts on the CPU
+        moved = value if stays else value.to(parameter.device)
         learner.optimizer.state[parameter][key] = moved
 
 
