@@ -28,7 +28,7 @@ from train.lora import (
     restore_adapter,
     save_adapter,
 )
-from train.packing import TokenSequence, build_pack
+from train.packing import Pack, TokenSequence, build_pack
 from train.tree_decoder import refusal
 
 TREES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -145,6 +145,22 @@ def test_the_models_own_forward_with_a_dense_mask_is_exact_too(family: str, monk
     expected = gradient(model, plain_logprobs(model, episodes))
     monkeypatch.setattr(forward, "structure_refusal", lambda base: "for this test")
     assert relative(gradient(model, packed_logprobs(model, episodes)), expected) < 1e-5
+
+
+@pytest.mark.parametrize("family", TREES)
+def test_a_padded_pack_has_the_same_gradients(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where a tree gets a length that blocks divide."""
+    model, episodes = adapted(family), group()
+    expected = gradient(model, plain_logprobs(model, episodes))
+    lengths = []
+
+    def laid_out(pack: Pack, device: torch.device) -> Pack:
+        lengths.append(pack.padded(128).n_tokens - pack.n_tokens)
+        return pack.padded(128)
+
+    monkeypatch.setattr(forward, "_laid_out", laid_out)
+    assert relative(gradient(model, packed_logprobs(model, episodes)), expected) < 1e-5
+    assert lengths and min(lengths) > 0
 
 
 @pytest.mark.parametrize("family", TREES)

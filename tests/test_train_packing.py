@@ -149,6 +149,18 @@ def test_moving_a_pack_keeps_everything() -> None:
     assert all(torch.equal(a, b) for a, b in zip(moved.pair_of_action, pack.pair_of_action, strict=True))
 
 
+@given(episodes_strategy, st.integers(1, 9))
+def test_padding_sees_itself_and_is_not_seen(raw: list[tuple[list[int], list[bool]]], multiple: int) -> None:
+    pack = build_pack([TokenSequence(tokens, mask) for tokens, mask in raw], range(len(raw)))
+    padded, n = pack.padded(multiple), pack.n_tokens
+    assert padded.n_tokens % multiple == 0 and padded.n_tokens - n < multiple
+    mask = padded.attention_mask()[0, 0]
+    assert torch.equal(mask[:n, :n], pack.attention_mask()[0, 0])
+    assert not mask[:n, n:].any() and not mask[n:, :n].any()
+    assert torch.equal(mask[n:, n:], torch.eye(padded.n_tokens - n, dtype=torch.bool))
+    assert torch.equal(padded.pair_row, pack.pair_row) and padded.episodes == pack.episodes
+
+
 @given(st.lists(st.integers(0, 1), max_size=8), st.lists(st.integers(0, 1), max_size=8))
 def test_common_prefix(a: list[int], b: list[int]) -> None:
     n = common_prefix(np.array(a, np.int64), np.array(b, np.int64))

@@ -12,7 +12,7 @@ from train.checkpointing import layers_to_checkpoint
 from train.fast_lora import UnsupportedLayer
 from train.logprobs import pair_logprobs
 from train.packing import Pack, TokenSequence, build_pack, pack_episodes
-from train.tree_attention import tree_mask
+from train.tree_attention import FLEX_BLOCK, tree_mask
 from train.tree_decoder import decode, structure_refusal
 
 # Model types on which tests/test_train_architectures.py shows that tree-packed gradients equal those of separate
@@ -84,19 +84,25 @@ def action_logprobs(
     return logprobs[index], entropy[index]
 
 
+def _laid_out(pack: Pack, device: torch.device) -> Pack:
+    """``pack`` in the length that the device's attention likes best."""
+    return pack.padded(FLEX_BLOCK) if device.type == "cuda" and not pack.is_chain else pack
+
+
 def _hidden_of_rows(base: Any, pack: Pack, rows: torch.Tensor, checkpoint: str) -> torch.Tensor:
     """Final hidden states [R, d] of ``rows``: through the fast decoder, or the model's own forward where that one
     refuses."""
     device = base.device
-    input_ids, position_ids = pack.input_ids.to(device), pack.position_ids.to(device)
     if structure_refusal(base) is None:
+        laid = _laid_out(pack, device)
         config = base.config.get_text_config()
         groups = config.num_attention_heads // config.num_key_value_heads
-        mask = tree_mask(pack.subtree_end, device, groups)
-        layers = layers_to_checkpoint(base, pack.n_tokens, checkpoint) if torch.is_grad_enabled() else 0
+        mask = tree_mask(laid.subtree_end, device, groups)
+        layers = layers_to_checkpoint(base, laid.n_tokens, checkpoint) if torch.is_grad_enabled() else 0
         # an unusual adapter: the same numbers, slower, from the model itself
         with contextlib.suppress(UnsupportedLayer):
-            return decode(base, input_ids, position_ids, mask, rows, layers)
+            return decode(base, laid.input_ids.to(device), laid.position_ids.to(device), mask, rows, layers)
+    input_ids, position_ids = pack.input_ids.to(device), pack.position_ids.to(device)
     dense = None if pack.is_chain else pack.attention_mask().to(device)
     states = base.get_decoder()(
         input_ids=input_ids[None], attention_mask=dense, position_ids=position_ids[None], use_cache=False

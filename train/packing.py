@@ -64,6 +64,18 @@ class Pack:
         index = torch.arange(self.n_tokens, device=self.subtree_end.device)
         return ((index[:, None] >= index) & (index[:, None] < self.subtree_end))[None, None]
 
+    def padded(self, multiple: int) -> Pack:
+        """With tokens at the end that see themselves only and that nobody sees, up to a multiple of ``multiple``."""
+        n, more = self.n_tokens, -self.n_tokens % multiple
+        fill = self.input_ids.new_zeros(more)
+        alone = torch.arange(n + 1, n + more + 1, device=self.subtree_end.device)
+        return dataclasses.replace(
+            self,
+            input_ids=torch.cat([self.input_ids, fill]),
+            position_ids=torch.cat([self.position_ids, fill]),
+            subtree_end=torch.cat([self.subtree_end, alone]),
+        )
+
     def to(self, device: torch.device | str) -> Pack:
         moved = {
             f.name: getattr(self, f.name).to(device)

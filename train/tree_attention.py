@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-FLEX_BLOCK = 128
+FLEX_BLOCK = 128  # packs have a multiple of it on a GPU: kernels that need not look for the end take a quarter less
 CPU_TILE = 96  # rows; measured flat between 64 and 128
 KEPT_WEIGHTS = 2**23  # of the softmax, per layer: 16 MiB in bf16
 
@@ -190,7 +190,9 @@ def tree_attention(
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
     if mask.block_mask is not None:
-        out = _flex(q, k, v, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped)
+        # what a compiler that knows no lengths cannot find out
+        options: Any = {"IS_DIVISIBLE": len(query) % FLEX_BLOCK == 0}
+        out = _flex(q, k, v, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped, kernel_options=options)
     else:
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     return out[0].transpose(0, 1)
