@@ -319,6 +319,22 @@ def test_peft_loads_the_adapter_with_equal_logprobs(family: str, tmp_path: Path)
     assert torch.allclose(found, expected, atol=2e-5)
 
 
+def test_switching_knows_adapters_that_came_and_went() -> None:
+    """The layers are remembered, and not for longer than the adapters are the same ones."""
+    model = adapted("llama", ("q_proj",))
+    attach_adapter(model, "other", lora_config(4, 8, ("q_proj",)), seed=5)
+    for name in ("skill", "other"):
+        activate(model, name)
+    with pytest.raises(ValueError, match="typo"):
+        activate(model, "typo")
+    model.delete_adapter("other")
+    model.add_adapter("other", lora_config(4, 8, ("q_proj", "down_proj")))
+    activate(model, "skill")
+    activate(model, "other")
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert trained == set(adapter_parameters(model, "other")) and any("down_proj" in n for n in trained)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
 def test_state_is_what_peft_says(family: str) -> None:
     """Also beside an adapter whose name begins alike, and with the cast before the copy."""

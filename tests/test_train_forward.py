@@ -368,10 +368,16 @@ def test_checkpointing_takes_as_many_layers_as_memory_asks_for() -> None:
 def test_a_pack_takes_half_of_the_free_memory() -> None:
     model = tiny_model("qwen3")
     kept, _ = bytes_per_token(model.config, 4)
-    assert pack_budget(model, free_bytes=2 * 2 * kept * 20_000 + 1) == 20_000
+    assert pack_budget(model, free_bytes=2 * 2 * kept * 32_768 + 1) == 32_768
+    assert pack_budget(model, free_bytes=2 * 2 * kept * 65_000) == 32_768, "not a new number every time"
     assert pack_budget(model, free_bytes=0) == PACK_TOKENS_LEAST, "checkpointing makes it fit"
     assert pack_budget(model, free_bytes=2**50) == PACK_TOKENS_MOST
     assert pack_budget(model) == 1024, "a CPU"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert pack_budget(model, free_bytes=2**50) == PACK_TOKENS_LEAST
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_checkpointed_layer_keeps_less() -> None:

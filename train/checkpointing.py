@@ -32,8 +32,9 @@ def bytes_per_token(config: Any, item: int) -> tuple[int, int]:
 
 
 def pack_budget(base: Any, free_bytes: int | None = None) -> int:
-    """Tokens of a training pass that suit the device: on a GPU as many as ``PACK_SHARE`` of its free memory holds the
-    activations of, within the bounds above.
+    """Tokens of a training pass that suit the device: on a GPU the largest power of two within the bounds above whose
+    activations ``PACK_SHARE`` of its free memory holds; the lower bound where runs must repeat bit for bit, whatever
+    else is on the device.
 
     Args:
         base: the causal LM, on its device. free_bytes: None = what the device says is free.
@@ -42,10 +43,12 @@ def pack_budget(base: Any, free_bytes: int | None = None) -> int:
         if base.device.type != "cuda":
             return PACK_TOKENS_CPU
         free_bytes = _free_bytes(base.device)
+    if torch.are_deterministic_algorithms_enabled():
+        return PACK_TOKENS_LEAST
     config = base.config.get_text_config()
     kept, _ = bytes_per_token(config, base.dtype.itemsize)
     fitting = int(free_bytes * PACK_SHARE / (kept * config.num_hidden_layers))
-    return min(max(fitting, PACK_TOKENS_LEAST), PACK_TOKENS_MOST)
+    return min(max(2 ** (fitting.bit_length() - 1) if fitting else 0, PACK_TOKENS_LEAST), PACK_TOKENS_MOST)
 
 
 def layers_to_checkpoint(base: Any, n_tokens: int, policy: str, free_bytes: int | None = None) -> int:

@@ -106,7 +106,7 @@ def _split_targets(model: Any, targets: tuple[str, ...]) -> tuple[list[str], boo
     return [name for name in plain if name not in EXPERT_TARGETS], True
 
 
-_layers: weakref.WeakKeyDictionary[PeftModel, tuple[tuple[str, ...], list[Any]]] = weakref.WeakKeyDictionary()
+_layers: weakref.WeakKeyDictionary[PeftModel, tuple[dict[str, Any], list[Any]]] = weakref.WeakKeyDictionary()
 
 
 def activate(model: PeftModel, name: str) -> None:
@@ -115,13 +115,15 @@ def activate(model: PeftModel, name: str) -> None:
     The walk over the model's modules is made once per set of adapters: it takes longer than the switch itself.
 
     Raises:
+        ValueError: the model has no such adapter.
         RuntimeError: weights of the adapter are not fp32.
     """
     if model.active_adapter == name and _is_active(model, name):
         return
-    adapters = tuple(model.peft_config)
-    known, layers = _layers.get(model, ((), []))
-    if known == adapters:
+    adapters = dict(model.peft_config)
+    known, layers = _layers.get(model, ({}, []))
+    # the very configurations: one that was deleted and made anew may lie on other layers
+    if name in known and [*map(id, known.values())] == [*map(id, adapters.values())]:
         for layer in layers:
             layer.set_adapter(name)
         model.active_adapter = model.base_model.active_adapter = name
