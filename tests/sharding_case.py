@@ -35,7 +35,7 @@ def run_case(family: str, checkpoint: str, ranks: Ranks, shard: bool) -> dict[st
     assert structure_refusal(model.get_base_model()) is None, "a sharded layer too takes the fast path"
     mask = [False] * 6 + [True] * 2
     episodes = [TokenSequence([5, 6, 7, 8, 9, g, 20 + k, 30 + k], mask) for g in range(2) for k in range(3)]
-    packs = make_packs(model, episodes, 12)
+    packs = make_packs(model, episodes, 4)
     assert len(packs) == 2
     total = 0.0
     for _ in range(2):  # twice: the second time the layers are gathered again

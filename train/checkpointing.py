@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 RESERVE = 0.15  # of the free memory, for workspaces, logits and fragmentation
-# Tokens of a pack. A small pass takes as long as its kernels take to launch (Qwen3-0.6B on an H200: 18,000 tokens in
+# Tokens of a pack. A small pass takes as long as its kernels take to launch (Qwen3-0.6B on an H200: 17,000 tokens in
 # one pack 0.24 s, in two 0.34 s); beyond the upper bound that time no longer counts.
 PACK_TOKENS_CPU, PACK_TOKENS_LEAST, PACK_TOKENS_MOST = 1024, 16_384, 65_536
 PACK_SHARE = 0.5  # of the free memory, for a pack's activations: nothing is recomputed, and others may still grow

@@ -152,7 +152,7 @@ _HELP = {
     "max_seq_length": "tokens per episode",
     "concurrency": "episodes in flight per adapter",
     "hint_ratio": "share of a group that sees the environment's hint",
-    "pack_tokens": "tokens per training pass; 0 = 1024 on a CPU, on a GPU 16384 to 65536 by its free memory",
+    "pack_tokens": "tokens of a training pass beside its longest episode; 0 = 1024 on a CPU, by free memory on a GPU",
     "logit_chunk": "rows of logits held at a time",
     "solved_reward": "without an informative group for some iterations: done from this reward on, below it a fault",
     "eval_every": "held-out greedy evaluation every n iterations, best adapter kept; 0 = never",

@@ -193,12 +193,12 @@ def build_pack(sequences: Sequence[TokenSequence], episodes: Sequence[int]) -> P
 
 
 def pack_episodes(sequences: Sequence[TokenSequence], max_tokens: int, at_least: int = 1) -> list[Pack]:
-    """Trees of about equal size and of at most ``max_tokens`` tokens (an episode that is longer by itself gets a pack
-    of its own).
+    """Trees of about equal size, none with more than ``max_tokens`` tokens beside the longest episode.
 
     Episodes are taken in the order of their tokens, so that those with a long common prefix meet in one pack.
 
     Args:
+        max_tokens: not in all, since a prompt that fills it would stand in as many packs as it has episodes.
         at_least: packs, where there are so many episodes: every rank wants one.
     """
     tokens = [np.asarray(s.token_ids, np.int64) for s in sequences]
@@ -208,6 +208,7 @@ def pack_episodes(sequences: Sequence[TokenSequence], max_tokens: int, at_least:
         len(tokens[e]) - (common_prefix(tokens[order[i - 1]], tokens[e]) if i else 0) for i, e in enumerate(order)
     ]
     full = [len(tokens[e]) for e in order]
+    max_tokens += max(full, default=0)
     fewest = _cuts(added, full, max_tokens, 1)
     n_packs = max(len(fewest), min(at_least, len(order)))
     cuts = _cuts(added, full, max_tokens, n_packs)
@@ -217,8 +218,7 @@ def pack_episodes(sequences: Sequence[TokenSequence], max_tokens: int, at_least:
 
 
 def _cuts(added: Sequence[int], full: Sequence[int], max_tokens: int, n_packs: int) -> list[int]:
-    """Where each pack begins: about ``n_packs`` of one size that have few tokens twice, none above ``max_tokens`` if it
-    has several episodes."""
+    """Where each pack begins: about ``n_packs`` of one size that have few tokens twice, none above ``max_tokens``."""
     cuts: list[int] = []
     begin, n = 0, len(added)
     while begin < n:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-FLEX_BLOCK = 128  # packs have a multiple of it on a GPU: kernels that need not look for the end take a quarter less
+FLEX_BLOCK = 128  # packs have a multiple of it on a GPU: kernels that need not look for the end take a fifth less
 CPU_TILE = 96  # rows; measured flat between 64 and 128
 KEPT_WEIGHTS = 2**23  # of the softmax, per layer: 16 MiB in bf16
 
