@@ -205,6 +205,9 @@ def restore_adapter(model: PeftModel, name: str, state: dict[str, torch.Tensor])
             )
     set_peft_model_state_dict(model, {k: v for k, v in state.items() if not is_expert_key(k)}, adapter_name=name)
     restore_experts(model, name, state)
+    device = next(iter(adapter_parameters(model, name).values())).device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # as ``adapter_state`` asks for
 
 
 def save_adapter(
