@@ -119,7 +119,7 @@ def load_checkpoint(path: Path, learner: Learner, settings: dict[str, Any]) -> l
 
 def _optimizer_tensors(learner: Learner) -> dict[str, torch.Tensor]:
     tensors = {}
-    with copying(next(iter(learner.parameters.values())).device):
+    with copying(learner.device):
         for name, parameter in learner.parameters.items():
             for key, value in learner.optimizer.state.get(parameter, {}).items():
                 tensors[f"{name}|{key}"] = value.detach().to("cpu").contiguous()

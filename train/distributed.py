@@ -120,11 +120,7 @@ class Ranks:
         Raises:
             InputError: they do not.
         """
-        if self.world == 1:
-            return
-        values: list[Any] = [None] * self.world
-        with with_peers():
-            dist.all_gather_object(values, value, group=self.control)
+        values = self._everyones(value)
         if len(set(values)) > 1:
             raise InputError(
                 f"ranks disagree on {what}: {values}; start all of them with the same arguments and files"
@@ -132,11 +128,15 @@ class Ranks:
 
     def least(self, value: int) -> int:
         """The smallest ``value`` over ranks."""
-        values: list[Any] = [value] * self.world
+        return min(self._everyones(value))
+
+    def _everyones(self, value: T) -> list[T]:
+        """What each rank gave, by rank."""
+        values = [value] * self.world
         if self.world > 1:
             with with_peers():
                 dist.all_gather_object(values, value, group=self.control)
-        return min(values)
+        return values
 
     def close(self) -> None:
         if self.world > 1 and dist.is_initialized():
